@@ -86,7 +86,9 @@ class Joined(NamedTuple):
             is_apart = explicit_sharding(x) or not (x.size == 1 or is_local(x))
             return i if is_apart or apart else (x.dtype, varying_axes(x))
 
-        return cls.by([kind(i, x) for i, x in enumerate(arrays)], arrays, _part_of)
+        most = 24 if all(x.size == 1 for x in arrays) else 8
+        part_of = functools.partial(_part_of, most)
+        return cls.by([kind(i, x) for i, x in enumerate(arrays)], arrays, part_of)
 
     @classmethod
     def by(
@@ -138,9 +140,10 @@ def _places_by(kinds: Sequence[Hashable], part_of: Callable[[int], int]) -> list
     return [places[i : i + n] for places, n in sizes for i in range(0, len(places), n)]
 
 
-def _part_of(number: int) -> int:
+def _part_of(most: int, number: int) -> int:
     """The number of arrays that are one: XLA compiles a kernel of very many results slowly.
 
-    It compiles equal kernels once, so that parts are of one size if there is one.
+    On a GPU it takes longest for results that are arrays. It compiles equal kernels once, so that
+    parts are of one size if there is one.
     """
-    return next((n for n in range(24, 11, -1) if number % n == 0), 24)
+    return next((n for n in range(most, most // 2 - 1, -1) if number % n == 0), most)
