@@ -28,7 +28,6 @@ from jax.sharding import PartitionSpec
 from clipgrad._arrays.by_leaf import for_each, looped
 from clipgrad._arrays.calls import explain_call
 from clipgrad._arrays.numbers import (
-    at_least,
     if_else,
     in_one_program,
     nan_unless,
@@ -72,10 +71,6 @@ from clipgrad._errors import warn
 AxisName = str | Sequence[str] | PartitionSpec | None
 
 
-# Of a norm that is plain (see `Norm.plain`).
-_LARGEST_PLAIN, _SMALL_SCALE = 2.0**96, 2.0**-30
-
-
 class Norm(NamedTuple):
     """A norm as the quotient of a ``root`` in the middle of the range and a ``scale``.
 
@@ -101,14 +96,6 @@ class Norm(NamedTuple):
     def value(self) -> jax.Array:
         """The norm itself; inf where it is larger than its dtype can hold."""
         return self.root / self.scale
-
-    def plain(self) -> "Norm":
-        """The same norm at scale 1; where no float of its dtype holds it, at a small scale."""
-        one, divisor = jnp.ones_like(self.scale), self.divisor / self.scale
-        scale = if_else(divisor > _LARGEST_PLAIN, _SMALL_SCALE, one)
-        factor = scale / self.scale
-        least = jnp.full_like(divisor, jnp.finfo(divisor.dtype).tiny)
-        return Norm(self.root * factor, scale, at_least(self.divisor * factor, least))
 
     def exceeds(self, limit: jax.Array) -> jax.Array:
         """Whether the norm is above the limit, or not finite."""
@@ -403,8 +390,7 @@ def _in_range(
         return for_each(_of_plain, [(n,) for n in counts], plain or _plain_sums(groups, leaves))
     forms = _by_branch if plain else _by_size, _of_columns_on_gpu
     cpu, gpu = (functools.partial(form, groups, counts) for form in forms)
-    finish = _one_of_three if groups.joint else _of_three
-    return added_up(three_squares, leaves, groups, finish, cpu, gpu, plain, counts)
+    return added_up(three_squares, leaves, groups, _of_three, cpu, gpu, plain, counts)
 
 
 def _plain_sums(groups: Groups, leaves: Arrays) -> list[jax.Array]:
@@ -471,7 +457,7 @@ def _one_by_branch(groups: Groups, plain: jax.Array, leaves: Arrays) -> list[Nor
         if plain.dtype == jnp.float32:
             with jax.enable_x64(True):
                 return [looped(_of_one_wide_sum, whole.wide_sums(joined)[0])]
-        return [_of_scaled(1.0, plain, _scaled_sums(whole, [plain], joined)[0]).plain()]
+        return [_of_scaled(1.0, plain, _scaled_sums(whole, [plain], joined)[0])]
 
     ordinary = Norm(root, jnp.ones_like(root), root)
     return branch([is_root_in_range(root)], lambda: [ordinary], again)
@@ -506,7 +492,7 @@ def _of_plain(count: float, plain: jax.Array) -> Norm:
 
 @jax.jit
 def _of_one_wide_sum(total: jax.Array) -> Norm:
-    return _of_wide_sum(1.0, total).plain()
+    return _of_wide_sum(1.0, total)
 
 
 def _of_wide_sum(count: float, total: jax.Array) -> Norm:
@@ -520,10 +506,6 @@ def _of_scaled(count: float, plain: jax.Array, scaled: jax.Array) -> Norm:
 
 def _of_three(count: Any, down: jax.Array, plain: jax.Array, up: jax.Array) -> Norm:
     return _rooted(count, *in_range(down, plain, up))
-
-
-def _one_of_three(count: Any, down: jax.Array, plain: jax.Array, up: jax.Array) -> Norm:
-    return _of_three(count, down, plain, up).plain()
 
 
 def _rooted(count: Any, total: jax.Array, scale: jax.Array) -> Norm:
@@ -554,14 +536,12 @@ def _norms_of_order(groups: Groups, ord: float, leaves: Arrays) -> list[Norm]:
     scales = [scale_of_largest(m) for m in largest]
     tops = [m * s for m, s in zip(largest, scales, strict=True)]
     if ord == math.inf:
-        norms = [Norm.of(top, s) for top, s in zip(tops, scales, strict=True)]
-        return [norm.plain() for norm in norms] if groups.joint else norms
+        return [Norm.of(top, s) for top, s in zip(tops, scales, strict=True)]
     # Not the maximum itself: it may be a subnormal number that acts as 0.
     tops = [jnp.where((top > 0) & jnp.isfinite(top), top, 1) for top in tops]
     shrunk = zip(sizes, groups.per_leaf(scales), groups.per_leaf(tops), strict=True)
     totals = groups.sums([(g * s / t) ** ord for g, s, t in shrunk], leaves)
-    norms = [Norm.of(x ** (1 / ord) * t, s) for x, t, s in zip(totals, tops, scales, strict=True)]
-    return [norm.plain() for norm in norms] if groups.joint else norms
+    return [Norm.of(x ** (1 / ord) * t, s) for x, t, s in zip(totals, tops, scales, strict=True)]
 
 
 @_differentiable_norms.defjvp

@@ -40,21 +40,8 @@ def times(leaf: jax.Array, factor: jax.Array) -> jax.Array:
 def over(leaf: jax.Array, divisor: jax.Array) -> jax.Array:
     """``leaf / divisor`` for a real divisor."""
     if not jnp.iscomplexobj(leaf):
-        return quotient(leaf, divisor)
-    return jax.lax.complex(quotient(leaf.real, divisor), quotient(leaf.imag, divisor))
-
-
-@jax.custom_jvp
-def quotient(x: jax.Array, y: jax.Array) -> jax.Array:
-    """``x / y``, whose derivative needs no square of ``y``, which may be out of range."""
-    return x / y
-
-
-@quotient.defjvp
-def _quotient_jvp(primals: Any, tangents: Any) -> Any:
-    (x, y), (dx, dy) = primals, tangents
-    result = quotient(x, y)
-    return result, quotient(dx, y) - result * quotient(dy, y)
+        return leaf / divisor
+    return jax.lax.complex(leaf.real / divisor, leaf.imag / divisor)
 
 
 def increment_if(condition: jax.Array, count: Any) -> jax.Array:

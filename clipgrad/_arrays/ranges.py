@@ -135,11 +135,13 @@ _LEAST_SQUARE = 2.0**-300
 def narrow_root(total: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Root, scale and divisor (see `Norm`) in float32 of a float64 sum of float32 squares.
 
-    The scale is a power of two near the inverse root of the norm, so that the root is near the root
-    of the norm: both are in the middle of the range. At inf it is 0, and makes the divisor NaN.
+    The scale is a power of two near the third power of the inverse fourth root of the norm: so the
+    root is near that fourth root, whose powers second derivatives divide by, and all are in the
+    middle of the range. At inf the scale is 0, and makes the divisor NaN.
     """
     safe = jnp.sqrt(total + _LEAST_SQUARE)
-    scale = 1 / jax.lax.reduce_precision(jnp.sqrt(safe), jnp.finfo(total.dtype).nexp, 0)
+    power = jax.lax.reduce_precision(jnp.sqrt(jnp.sqrt(safe)), jnp.finfo(total.dtype).nexp, 0)
+    scale = 1 / (power * power * power)
     root = jnp.sqrt(total)
     root = if_else(scale > 0, root * scale, root)
     return tuple(x.astype(jnp.float32) for x in (root, scale, safe * scale))

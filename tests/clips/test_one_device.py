@@ -126,3 +126,14 @@ def test_units_of_explicit_shardings_are_clipped_and_watched(rule, key):
         clipped, theirs = jax.jit(lambda g: cg.clip_grads(g, rule, g))(spread)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), clipped, expected)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), theirs, stats)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-25, 1.0, 1e30])
+@pytest.mark.parametrize("rule", [cg.ClipByGlobalNorm, cg.ClipByNorm, cg.ClipByBlockRMS])
+def test_derivatives_of_a_clip_are_finite_in_its_whole_range(rule, size):
+    def first(x):
+        return jnp.sum(rule(jnp.maximum(size / 10, 1e-12))([x])[0])
+
+    x = size * jnp.linspace(0.5, 1.0, 8)
+    assert jnp.all(jnp.isfinite(jax.jit(jax.grad(first))(x)))
+    assert jnp.all(jnp.isfinite(jax.jit(jax.hessian(first))(x)))

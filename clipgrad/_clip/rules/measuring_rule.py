@@ -113,8 +113,7 @@ class MeasuringRule(ClipRule):
         pairs = self.norms_and_limits(norms)
         pairs = pairs * len(leaves) if self.acts_on == "tree" else pairs
         norms, limits = zip(*pairs, strict=True) if pairs else ((), ())
-        form = shrunk if self.acts_on == "tree" else scaled_down
-        return scale_each(form, grads, norms, limits)
+        return scale_each(scaled_down, grads, norms, limits)
 
     def l2_limits(self, grads: Any, norms: Sequence[Any]) -> list[Limit] | None:
         """For each group its L2 norm and the limit of that, if one device knows both."""
@@ -139,13 +138,6 @@ def scaled_down(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
     shrunk = times(parts, limit).astype(leaf.dtype)
     within = norm.is_within(limit)
     return if_else(broadcast_like(within, leaf) if within.ndim else within, leaf, shrunk)
-
-
-def shrunk(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
-    """`scaled_down` of a leaf of a tree, whose norm is plain: what is scaled is the limit."""
-    wide = with_real_dtype(leaf, norm.root.dtype.name)
-    parts = times(over(wide, norm.divisor), limit * norm.scale)
-    return if_else(norm.is_within(limit), leaf, parts.astype(leaf.dtype))
 
 
 def scale_each(function: Callable[..., Any], tree: Any, *lists: Sequence[Any]) -> Any:
