@@ -127,9 +127,8 @@ def _range_scale(is_large: jax.Array, is_small: jax.Array, like: jax.Array) -> j
     return 1 / inverse
 
 
-# Where it is added, the root of 0 is a number to divide by, and no other sum of squares of float32,
-# which are from 2 ** -252 on, changes in float32.
-_LEAST_SQUARE = 2.0**-300
+# Of this instead of 0 the root is divided by. It and a quotient of it are in range in float32.
+_LEAST_SQUARE = 2.0**-208
 
 
 def narrow_root(total: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -139,7 +138,7 @@ def narrow_root(total: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     root is near that fourth root, whose powers second derivatives divide by, and all are in the
     middle of the range. At inf the scale is 0, and makes the divisor NaN.
     """
-    safe = jnp.sqrt(total + _LEAST_SQUARE)
+    safe = jnp.sqrt(if_else(total == 0, _LEAST_SQUARE, total))
     power = jax.lax.reduce_precision(jnp.sqrt(jnp.sqrt(safe)), jnp.finfo(total.dtype).nexp, 0)
     scale = 1 / (power * power * power)
     root = jnp.sqrt(total)
