@@ -143,7 +143,8 @@ def narrow_root(total: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     scale = 1 / (power * power * power)
     root = jnp.sqrt(total)
     root = if_else(scale > 0, root * scale, root)
-    return tuple(x.astype(jnp.float32) for x in (root, scale, safe * scale))
+    root, scale, divisor = (x.astype(jnp.float32) for x in (root, scale, safe * scale))
+    return root, scale, divisor
 
 
 def scale_of_plain(plain: jax.Array) -> jax.Array:

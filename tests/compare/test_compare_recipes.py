@@ -106,7 +106,7 @@ LOST = {
 }  # fmt: skip
 
 
-@first_rows(4)
+@first_rows(2)
 @pytest.mark.parametrize("name", LOST)
 def test_what_a_restart_loses_is_named_by_its_path(name, saved):
     restore, paths = LOST[name]

@@ -106,6 +106,7 @@ def inputs(size, dtype=np.float32, **bad):
     return x, y
 
 
+@first_row
 @pytest.mark.parametrize("size, dtype", [(2, np.float32), (5, jnp.bfloat16), (8, np.float32)])
 def test_labels_beside_the_batch_are_cut_with_it(size, dtype):
     params = {"w": jnp.array([1.0, 0.5], dtype)}

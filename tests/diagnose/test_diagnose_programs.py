@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import clipgrad as cg
 from tests.diagnose.test_diagnose import kinds
 from tests.helpers import line_of
-from tests.rows import each_value, first_row, some_of
+from tests.rows import crossed, first_row, some_of
 
 # Each program differs in kind, so that each runs by default.
 pytestmark = pytest.mark.usefixtures("users_promotion")
@@ -232,7 +232,7 @@ def pixels_on_devices(w, x):
     return mapped(lambda w, x: jax.lax.psum(finite_part(x @ w), "d"), **specs)(w, x)
 
 
-@each_value
+@crossed(1)
 @pytest.mark.parametrize("bad", [jnp.inf, jnp.nan, -1.0])
 @pytest.mark.parametrize("loss", [pixels, logs_of_pixels, pixels_in_a_scan, pixels_on_devices])
 def test_data_that_are_not_finite_are_the_finding_although_the_loss_is(loss, bad):

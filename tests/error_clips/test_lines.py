@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import clipgrad as cg
 from clipgrad import _names
 from tests.helpers import assert_close
-from tests.rows import first_row, some_of
+from tests.rows import some_of
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "names.md"
 FILE = "test_lines.py"
@@ -620,7 +620,7 @@ class Nnx(nnx.Module):
         return h
 
 
-@first_row
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda: Eqx(W), Nnx], ids=["equinox", "nnx"])
 def test_lines_of_models(make):
     model = make()

@@ -235,7 +235,7 @@ OPTIONS = {
 }
 
 
-@crossed(3)
+@crossed(1)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("way", UNPACKED)
