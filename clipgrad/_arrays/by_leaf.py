@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from clipgrad._compat import varying_axes
+from clipgrad._compat import to_varying, varying_axes
 from clipgrad._devices import by_platform
 from clipgrad._sharding import explicit_sharding, is_local
 
@@ -51,15 +51,17 @@ def in_one_kernel(function: Callable[..., Any], *numbers: jax.Array) -> Any:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def looped(function: Callable[..., Any], *numbers: jax.Array) -> Any:
     """The function of a few numbers, the first of them not negative, as the body of a loop."""
+    axes = frozenset[str]().union(*map(varying_axes, numbers))  # inside of `shard_map`
+    varying = functools.partial(jax.tree.map, lambda x: to_varying(x, axes))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, *numbers))
     # Whether the loop is at its end is no constant, or XLA would take it apart.
     ended = jnp.any(numbers[0] < 0)
 
     def turn(carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         del carry
-        return jnp.array(True), function(*numbers)
+        return varying((jnp.array(True), function(*numbers)))
 
-    return jax.lax.while_loop(lambda carry: ~carry[0], turn, (ended, zeros))[1]
+    return jax.lax.while_loop(lambda carry: ~carry[0], turn, varying((ended, zeros)))[1]
 
 
 @looped.defjvp

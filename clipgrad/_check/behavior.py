@@ -245,7 +245,9 @@ def outputs(point: Point, options: Options) -> Claims:
 
 
 # A further check is a function that yields claims, a row here, a name in `options.Check`, and a row
-# in the table of `check_grads`; a test holds the three together. They run in this order.
+# in the table of `check_grads`; a test holds the three together. One that `is_of_rules` stands in
+# the sentence below that table, too. Its sick program is a `@pair(name)` in the zoo of the tests.
+# They run in this order.
 BEHAVIORS: dict[str, Behavior] = {
     "determinism": Behavior(determinism),
     "linearity": Behavior(linearity),

@@ -54,6 +54,9 @@ from clipgrad._check.verdict import (
 class Evidence:
     """What slopes say at each element, one row for each; nobody changes it, parts are joined.
 
+    A part that is joined only makes a verdict more severe; what acquits is a column. The columns
+    stand in one order in the fields, in `on`, in `rows` and in the arguments of `majority`.
+
     Attributes:
       rule: whether the gradient that is judged is the slope: OK, KINK, NOISE, UNSEEN or WRONG.
       plain: the same of plain AD, where the first is WRONG; UNSEEN where there is none.

@@ -172,7 +172,8 @@ class Neighborhood:
     ) -> FiniteDifferences:
         """The slopes along `along` of each group of elements, the others still.
 
-        Without `steps`, by all steps, and what the function's rounding does to them.
+        Without `steps`, by all steps, and what the function's rounding does to them. With `steps`
+        the noise is not known: they serve `agree_at_once` and `off_at_once`, not `judge_slopes`.
         """
         h = self.evaluation.steps if steps is None else steps
         place = np.full(len(along), -1, np.int32)

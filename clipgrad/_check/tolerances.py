@@ -42,6 +42,8 @@ class Precision(NamedTuple):
     has_subnormals: bool = False
 
 
+# A further type is a row here, with the fields that `precision` gives it without one, a row of
+# `OFF` in the tests of tolerances, and its tolerance in the docstring of `check_grads`.
 # The rule in float64 has the error of two extrapolated steps; 5e-4 is 4,000 roundings of float32,
 # 5e-2 is six of bfloat16. Half precision has no room for factors above 2 ** 4.
 PRECISIONS = {

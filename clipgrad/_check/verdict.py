@@ -231,7 +231,7 @@ def _taken(values: np.ndarray, steps: np.ndarray) -> np.ndarray:
 
 
 def _extrapolated(differences: FiniteDifferences) -> tuple[np.ndarray, np.ndarray]:
-    """Richardson's extrapolation of each two central slopes, and these."""
+    """Richardson's extrapolation of each two central slopes, of order four, and these."""
     central = (differences.ahead + differences.behind) / 2
     power = np.square(differences.steps[:-1] / differences.steps[1:])[None, :, None]
     return (power * central[:, 1:] - central[:, :-1]) / (power - 1), central

@@ -2,9 +2,11 @@
 
 1. Record each version: a table of arrays in the order of computation (`Row`), with sketches of
    their numbers (`Numbers`), and edges between them. A file is the table.
-2. Match the rows of two records, by names (lines too) or by numbers: a `Matching`.
-3. Judge the pairs, by what rounding does to them or by what a wider type makes of them: a `Verdict`
-   with the first that differs, and the module of the operations behind it.
+2. Match the rows of two records, by names (lines too) or by numbers, each pair with its `Judgment`:
+   a `Matching`.
+3. Read the judgments, by what rounding does (`by_rounding`) or by what a wider type makes of them
+   (`ByPrecision`): a `Verdict` with the first that differs, and the module of the operations
+   behind it.
 4. Give the result, in one place: findings, the table, notes.
 """
 

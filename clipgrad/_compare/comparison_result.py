@@ -70,6 +70,7 @@ def _inner_differences(sides: Sides) -> list[str]:
 
 
 def _other_types(sides: Sides) -> list[str]:
+    """Notes of the outputs of a step that have another type in the second version."""
     pairs = [] if sides.a.is_loss else [sides.rows(p) for p in sides.of("output")]
     return [
         f"{row.name}: {row.dtype} in fun, {other.dtype} in other"

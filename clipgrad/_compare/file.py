@@ -16,10 +16,12 @@ from clipgrad._compare.record import Edge, Numbers, Record, Row
 from clipgrad._compare.sketches import LENGTH, orders_of
 
 # A new field of `Row`, `Record` or `Edge` needs a new number, because older versions can't read it.
-# If the field has a default, files of the number before can be read, too.
+# If the field has a default, files of the number before can be read, too: keep that number here. A
+# new field of `Numbers` that is an array goes into `_NUMBERS_OF_ROWS`.
 RECORD_FORMAT = 4
 READABLE_FORMATS = (RECORD_FORMAT,)
 _NUMBERS_OF_ROWS = ("sketch", "moved")
+_READ_BY_ROW = {"rows", "edges"}  # the fields of a record that `_unpacked` reads one by one
 
 
 def check_path(path: Any) -> None:
@@ -65,10 +67,10 @@ def load_record(path: str | os.PathLike) -> Record:
     except Exception as error:
         what = f"a damaged file ({type(error).__name__}: {error})"
         raise ValueError(_sentence(path, what)) from error
+    readable = " or ".join(map(str, READABLE_FORMATS))
     raise ValueError(
-        f"run: got {os.fspath(path)!r}, of format {version!r}, expected format {RECORD_FORMAT}, "
-        "which this version of clipgrad reads; write it again, or read it with the version that "
-        "wrote it"
+        f"run: got {os.fspath(path)!r}, of format {version!r}, expected format {readable}, which "
+        "this version of clipgrad reads; write it again, or read it with the version that wrote it"
     )
 
 
@@ -92,7 +94,8 @@ def _packed(record: Record) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 def _unpacked(header: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> Record:
-    record = Record(devices=tuple(header["devices"]))
+    fields = [f for f in dataclasses.fields(Record) if f.name not in _READ_BY_ROW]
+    record = Record(**{f.name: _restored(f, header[f.name]) for f in fields})
     for plain in header["rows"]:
         known: dict[str, Any] = {
             k: tuple(x) if isinstance(x, list) else x for k, x in plain.items()
@@ -110,10 +113,12 @@ def _unpacked(header: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> Recor
     for edge in header["edges"]:
         parts: Any = (tuple(x) if isinstance(x, list) else x for x in edge)
         record.edges.append(Edge(*parts))
-    plain = {name: header[name] for name in ("scopes", "framework", "circumstances", "notes")}
-    # Files from before 28 November 2026 lack these.
-    rules, argnums = header.get("rules", []), tuple(header.get("argnums", ()))
-    return dataclasses.replace(record, **plain, rules=rules, argnums=argnums)
+    return record
+
+
+def _restored(field: dataclasses.Field, x: Any) -> Any:
+    """A field of a record; JSON has lists for its tuples."""
+    return tuple(x) if isinstance(field.default, tuple) else x
 
 
 def _write_file(path: str | os.PathLike, header: dict[str, Any], arrays: dict[str, Any]) -> None:

@@ -18,7 +18,8 @@ class Pair(NamedTuple):
       a: the row and the steps in the first record.
       b: those in the second one.
       judgment: how they differ.
-      order: the number of the order of axes in the second one, where it has several.
+      order: the number of the order of axes in the second one, among its `sketches_in_orders`,
+        where it has several. The numbers of a row are read by that function and `numbers_at`.
     """
 
     kind: str

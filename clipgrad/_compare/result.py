@@ -14,10 +14,11 @@ _MOST_ROWS = 20
 _NAME_WIDTH = 56
 _MOST_LABELS = 24  # more names than this can't be read
 _CURVE_COLORS = {"value": "#0072B2", "cotangent": "#E69F00"}
-# The kinds of findings. A further one needs a head here, its name in `ComparisonFinding.kind` and
-# in the page on two versions, and a place in the order of `findings.first`: where it first returns
-# if all outputs and gradients may agree, or else after that. A wider type has another judge,
-# `ByPrecision`. Without a finding a comparison is ok, so what is no fault belongs in the notes.
+# The kinds of findings, in no order. A further one needs a head here, its name in
+# `ComparisonFinding.kind` and in the page on two versions, and a place in the order of
+# `findings.first`: where it first returns if all outputs and gradients may agree, or after that. A
+# wider type has another judge, `ByPrecision`. Without a finding a comparison is ok, so what is no
+# fault belongs in the notes.
 _COMPARISON_HEADS = {
     "value": "the values differ from here on",
     "vjp": "the values agree, and the cotangents differ from here on",

@@ -46,7 +46,8 @@ class Suspect(NamedTuple):
       at: where it goes wrong.
       computes: what the backward pass computes there.
       when: for which values of the operands this happens, a row of `WHEN`.
-      holds: whether an operation of JAX is one that goes wrong.
+      holds: whether an operation of JAX is one that goes wrong, mostly `is_bad_at` of a point that
+        several operations share, as acos, asin and atanh do.
       functions: the functions around them; empty: any.
       instead: what to write instead, for people; code comes first.
       why: the reason in a finding, with ``{}`` for the operation.
@@ -177,7 +178,7 @@ SUSPECTS = (
 def suspect(
     kind: str, operation: JaxprEqn, function: str | None, dtype: str, values: Sequence[float]
 ) -> Suspect | None:
-    """The row that an operation at these values belongs to, the most special one."""
+    """The row that an operation at these values belongs to: one with functions, or the first."""
     fits = [
         row
         for row in SUSPECTS

@@ -32,7 +32,8 @@ class Cause:
       rank: of several cuts of one leaf that of the smallest rank is told, and the others of this
         rank beside it. Below 0 is what is wrong at any numbers, 0 what is wrong at these, above 0
         what most programs have on purpose: indices, comparisons, and last what is detached.
-      precedes: causes that may hold of the same cut, and say less.
+      precedes: causes that may hold of the same cut, and say less; those that they precede need not
+        be named again.
       is_note: whether it may be meant.
       is_silent: whether it is not even told.
       is_excused: whether it is what one wants where the loss is 0, as a hinge without a violation.

@@ -1,7 +1,9 @@
 """Where a fault is from: an argument, a constant, an operation, a sum of cotangents, or a cut.
 
-The questions of `guilty.py` answer with these; findings and causes tell them apart by `match`. They
-are dataclasses, not tuples, so that an operation never equals a constant that it reads.
+The questions of `guilty.py`, and `zero_source` of `cut_facts.py`, answer with these; findings and
+causes tell them apart by `match`, so that a further kind of `Origin` needs a case in each `match`
+of the room. They are dataclasses, not tuples, so that an operation never equals a constant that it
+reads.
 """
 
 import dataclasses

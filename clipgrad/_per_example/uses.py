@@ -46,7 +46,8 @@ class UseKind(NamedTuple):
     """How an operation uses a weight: a row of the table `USE_KINDS`.
 
     ``x`` is what meets the view of the weight, and ``ct`` the cotangent of the result, of one
-    example in one step of the scans around.
+    example in one step of the scans around. The operation has these two operands: one with more, as
+    `ragged_dot` with its group sizes, is no use.
 
     Attributes:
       view: a function of the equation, the number of the operand that is the view, and the view:
@@ -59,7 +60,9 @@ class UseKind(NamedTuple):
         the indices along the axis of the view that neither side has a label of, and ``ct``, 0 where
         nothing is looked up.
       again: the operation for ``x`` of several examples and a weight, whose transpose gives the sum
-        of their gradients. None: a product of the two sides.
+        of their gradients. None: a product of the two sides. A further product asks for full
+        precision itself, and `DefaultPrecision` of the tests of precision has to know it, since a
+        CPU computes in full precision anyway.
       is_slow_by_example: whether JAX is slow at the gradient of each example.
     """
 

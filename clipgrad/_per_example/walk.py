@@ -97,7 +97,7 @@ class WalkedProgram:
     def _use(self, chain: Chain, views: list) -> Use | None:
         """The use of a view by an operation that meets it with data."""
         operands = [i for i, view in enumerate(views) if view]
-        if len(operands) != 1:
+        if len(operands) != 1 or len(views) != 2:
             return None
         path = tuple(equation.outvars[0] for equation in reversed(chain))
         return use_of(path, chain[0], operands[0], views[operands[0]])

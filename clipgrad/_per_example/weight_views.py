@@ -233,8 +233,8 @@ def _unstack(params: Any, shape: Sequence[int]) -> _Cuts:
 # The operations of a view alone that are followed: the views that they give, or None. A further one
 # is a row here, and a way in the tests of spellings, which cross it with all others; one that gives
 # parts says by `_Cuts` which. An operation that brings numbers into another order along an axis,
-# such as `rev`, must not have a row: uses whose labels are equal are multiplied number by number,
-# so the norms would be wrong without an error.
+# such as `rev`, must not keep its labels: uses whose labels are equal are multiplied number by
+# number, so the norms would be wrong without an error.
 _VIEWS: dict[Any, Callable[[WeightView, JaxprEqn], Sequence[WeightView] | None]] = {
     primitives.convert_element_type_p: WeightView.kept,
     primitives.reduce_precision_p: WeightView.kept,

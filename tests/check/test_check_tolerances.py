@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 
 import clipgrad as cg
+from clipgrad._check.tolerances import PRECISIONS
 from tests.check.check_zoo import custom, normal
 from tests.check.test_check_search import halved
 
@@ -21,6 +22,10 @@ X3 = jnp.asarray([0.7, 1.1, 1.3])
 
 
 OFF = {"float64": 1e-6, "float32": 5e-4, "float16": 1e-2, "bfloat16": 5e-2}
+
+
+def test_each_type_with_a_row_is_tried():
+    assert OFF.keys() == PRECISIONS.keys()
 
 
 def square_off_by(part, dtype, rounded):

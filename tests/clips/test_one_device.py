@@ -137,3 +137,27 @@ def test_derivatives_of_a_clip_are_finite_in_its_whole_range(rule, size):
     x = size * jnp.linspace(0.5, 1.0, 8)
     assert jnp.all(jnp.isfinite(jax.jit(jax.grad(first))(x)))
     assert jnp.all(jnp.isfinite(jax.jit(jax.hessian(first))(x)))
+
+
+RULES_OVER_DEVICES = [cg.ClipByGlobalNorm, cg.ClipByNorm, cg.ClipByBlockRMS, cg.AutoNorm]
+
+
+@pytest.mark.parametrize("with_stats", [False, True])
+@pytest.mark.parametrize("around", [lambda f: f, jax.vmap], ids=["plain", "vmap"])
+@pytest.mark.parametrize("axis_name", [(), "d"])
+@pytest.mark.parametrize("make", RULES_OVER_DEVICES)
+def test_inside_of_shard_map_on_one_device_a_clip_is_as_outside(
+    make, axis_name, around, with_stats
+):
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    grads = jnp.linspace(50, 100, 64, dtype=jnp.float32)[None]
+
+    def clip(axis_name):
+        rule = make(1.0, axis_name=axis_name)
+        return around(lambda x: cg.clip_grads(x, rule)[0] if with_stats else rule(x))
+
+    spec = jax.P(None, "d")
+    inside = jax.shard_map(clip(axis_name), mesh=mesh, in_specs=spec, out_specs=spec)
+    for size in (1.0, 1e-30, 1e30):
+        expected = jax.jit(clip(()))(grads * size)
+        np.testing.assert_allclose(jax.jit(inside)(grads * size), expected, rtol=1e-6)

@@ -1,5 +1,6 @@
 """Runs in files: a file stands for its version in a comparison, and says so if it cannot."""
 
+import dataclasses
 import pathlib
 import re
 
@@ -12,6 +13,7 @@ from jax import lax
 import clipgrad as cg
 from clipgrad._commands.cli import main
 from clipgrad._compare import file
+from clipgrad._compare.record import Record
 from clipgrad._compare.sketches import LARGEST_AT, NORM_AT, host_sketch, sketch
 from tests.compare.compare_models import with_vjp
 from tests.compare.compare_pairs import EQUAL, PLANTED, Draw
@@ -270,13 +272,31 @@ def test_what_is_no_run_is_said_in_a_sentence(right, tmp_path):
         assert what in str(e.value), str(e.value)
 
 
-@pytest.mark.parametrize("version", [file.RECORD_FORMAT - 1, file.RECORD_FORMAT + 1])
+@pytest.mark.parametrize("version", [min(file.READABLE_FORMATS) - 1, file.RECORD_FORMAT + 1])
 def test_a_file_of_another_format_is_said_to_be_one(version, right, tmp_path):
     path = tmp_path / "other.npz"
     rewritten(right, path, lambda header, arrays: header.update(format=version))
-    expected = f"of format {version}, expected format {file.RECORD_FORMAT}, which this version"
+    readable = " or ".join(map(str, file.READABLE_FORMATS))
+    expected = f"of format {version}, expected format {readable}, which this version"
     with pytest.raises(ValueError, match=expected):
         cg.compare(path, right)
+
+
+def test_each_field_of_a_record_is_read_as_it_was_written(right, tmp_path):
+    record, defaults = file.load_record(right), Record()
+    others = {"framework": "torch", "rules": ["a rule"], "notes": ["a note"]}
+    others |= {"argnums": (0, "w"), "devices": (2, 8)}
+    same = {f.name for f in dataclasses.fields(Record) if is_same(record, defaults, f.name)}
+    assert same <= others.keys(), "a further field needs another value than its default here"
+    record = dataclasses.replace(record, **others)
+    file.save_record(record, tmp_path / "x.npz")
+    read = file.load_record(tmp_path / "x.npz")
+    assert file._packed(read)[0] == file._packed(record)[0]
+    assert read.argnums == record.argnums and read.devices == record.devices
+
+
+def is_same(record, other, name):
+    return getattr(record, name) == getattr(other, name)
 
 
 def test_no_changed_byte_is_read_as_other_numbers(right, tmp_path):
