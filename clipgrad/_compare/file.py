@@ -22,6 +22,7 @@ RECORD_FORMAT = 4
 READABLE_FORMATS = (RECORD_FORMAT,)
 _NUMBERS_OF_ROWS = ("sketch", "moved")
 _READ_BY_ROW = {"rows", "edges"}  # the fields of a record that `_unpacked` reads one by one
+_ADDED_LATER = {"rules", "argnums"}  # files from before 28 November 2026 lack these
 
 
 def check_path(path: Any) -> None:
@@ -94,7 +95,8 @@ def _packed(record: Record) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 def _unpacked(header: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> Record:
-    fields = [f for f in dataclasses.fields(Record) if f.name not in _READ_BY_ROW]
+    absent = _READ_BY_ROW | (_ADDED_LATER - header.keys())
+    fields = [f for f in dataclasses.fields(Record) if f.name not in absent]
     record = Record(**{f.name: _restored(f, header[f.name]) for f in fields})
     for plain in header["rows"]:
         known: dict[str, Any] = {

@@ -12,7 +12,8 @@ class Renamed:
     """The name under which a value of one version is looked for in the other."""
 
     def __init__(self, names: dict[str, str]) -> None:
-        self.rules = list(names.items())
+        # What is deeper says more: `net/norm` comes before `net`, wherever it stands.
+        self.rules = sorted(names.items(), key=lambda rule: -rule[0].count("/"))
         self.patterns: list[str] = []
 
     def __call__(self, name: str) -> str:

@@ -9,7 +9,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
-from clipgrad._compare.renamed import same_leaves
+from clipgrad._compare.renamed import Renamed, same_leaves
 from tests.compare.compare_models import (
     GRADS_FAULTS,
     LAYERS,
@@ -234,6 +234,14 @@ def test_names_that_differ_are_matched_by_names():
         (target,) = map(re.escape, names.values())
         with pytest.raises(ValueError, match=f"names: got '{target}' for .*path of a value in oth"):
             cg.compare(small(), small(name="other"), ARGS, names=names)
+
+
+def test_the_deeper_of_two_names_counts_wherever_it_stands():
+    names = {"net/block_*": "layers/*", "net/block_*/norm": "layers/*/scale"}
+    for some in (names, dict(reversed(names.items()))):
+        renamed = Renamed(some)
+        assert renamed("net/block_1/norm/mean") == "layers/1/scale/mean"
+        assert renamed("net/block_1/dense") == "layers/1/dense"
 
 
 @pytest.mark.slow
