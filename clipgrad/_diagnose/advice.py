@@ -51,7 +51,7 @@ class Suspect(NamedTuple):
       functions: the functions around them; empty: any.
       instead: what to write instead, for people; code comes first.
       why: the reason in a finding, with ``{}`` for the operation.
-      fix: the fix in a finding.
+      fix: the fix in a finding, with ``{}`` for the operation.
       kind: "vjp", "value" if the value goes wrong too, or "hidden" if that is hidden from the loss.
       dtype: the dtype of the operation, if it matters.
     """
@@ -71,7 +71,7 @@ class Suspect(NamedTuple):
     def advice(self, operation: str) -> str:
         """Why the operation goes wrong here, and the fix: a part of a line."""
         page = f" ({docs_page('nan')})" if self.instead == DOUBLE_WHERE else ""
-        return f"{self.why.format(operation)}; {self.fix}{page}"
+        return f"{self.why.format(operation)}; {self.fix.format(operation)}{page}"
 
 
 _BOUNDED = "jnp.exp(jnp.minimum(x, jnp.log(jnp.finfo(x.dtype).max) - 1))"
@@ -115,6 +115,9 @@ NEXT_STEPS = (
     (("value", "raises"), _is_solve, "always",
      "the matrix may be singular: add a small multiple of the identity to it, or solve the "
      "least-squares problem, as jnp.linalg.lstsq does"),
+    (("value",), is_bad_at("one"), "always", f"keep its input inside: {_WITHIN_ONE}"),
+    (("value",), is_bad_at("divisor zero"), "divisor zero",
+     "mask the divisor y: with ok = y != 0, jnp.where(ok, x / jnp.where(ok, y, 1.0), 0.0)"),
     (("vjp",), is_bad_at("equal values"), "always",
      "the backward pass divides by differences of eigenvalues or singular values, and two of them "
      "are equal: use the values alone, or add a small diagonal matrix with different entries"),
@@ -152,14 +155,19 @@ SUSPECTS = (
             why="a row whose elements are all masked holds only -inf",
             fix="select a finite mask: jnp.where(mask, x, jnp.finfo(x.dtype).min); a mask that is "
             "added overflows in float16"),
+    Suspect("jax.nn.logsumexp(jnp.stack([x, x]))", "-inf", "a row whose elements are all masked",
+            "log of zero", is_bad_at("log of zero"), ("logsumexp",), kind="value",
+            instead="the same mask",
+            why="a row whose elements are all masked has the logsumexp -inf",
+            fix="select a finite mask: jnp.where(mask, x, jnp.finfo(x.dtype).min)"),
     Suspect("jnp.arccos(x)", "1", "1 / 0", "one",
             is_bad_at("one"), instead=f"`jnp.arccos({_WITHIN_ONE})`",
             why="{} has no finite derivative here",
-            fix=f"keep its input inside, as in jnp.arccos({_WITHIN_ONE})"),
+            fix=f"keep its input inside, as in jnp.{{}}({_WITHIN_ONE})"),
     Suspect("jnp.arccosh(x)", "1", "1 / 0", "one", is_bad_at("one from above"),
             instead="`jnp.arccosh(jnp.maximum(x, 1 + jnp.finfo(x.dtype).eps))`",
             why="{} has no finite derivative here",
-            fix="keep its input inside: jnp.arccosh(jnp.maximum(x, 1 + jnp.finfo(x.dtype).eps))"),
+            fix="keep its input inside: jnp.{}(jnp.maximum(x, 1 + jnp.finfo(x.dtype).eps))"),
     Suspect("jnp.where(x < 80, jnp.exp(x), 0.0)", "200", "0 · inf, from the branch not taken",
             "positive", _is_exponential, kind="hidden",
             instead=f"`jnp.where(x < 80, {_BOUNDED}, 0.0)`",

@@ -17,11 +17,13 @@ MASKED = "with ok = x > 0, jnp.where(ok, f(jnp.where(ok, x, 1.0)), 0.0)"
 SAFE_NORM = (
     "with ok = jnp.sum(x * x) > 0, jnp.where(ok, jnp.linalg.norm(jnp.where(ok, x, 1.0)), 0.0)"
 )
-INSIDE = "jnp.arccos(jnp.clip(x, jnp.finfo(x.dtype).eps - 1, 1 - jnp.finfo(x.dtype).eps))"
-ABOVE = "jnp.arccosh(jnp.maximum(x, 1 + jnp.finfo(x.dtype).eps))"
+INSIDE = "jnp.clip(x, jnp.finfo(x.dtype).eps - 1, 1 - jnp.finfo(x.dtype).eps)"
+ABOVE = "jnp.acosh(jnp.maximum(x, 1 + jnp.finfo(x.dtype).eps))"
 NO_VARIANCE = "jnp.sqrt(jnp.var(x) + 1e-6)"
 FINITE_MASK = "jnp.where(mask, x, jnp.finfo(x.dtype).min)"
 BOUNDED = "jnp.exp(jnp.minimum(x, jnp.log(jnp.finfo(x.dtype).max) - 1))"
+MASKED_SUM = "jax.nn.logsumexp(jnp.where(mask, x, -jnp.inf))"
+MASKED_DIVISOR = "with ok = y != 0, jnp.where(ok, x / jnp.where(ok, y, 1.0), 0.0)"
 PROGRAMS = {  # the program, the elements of x, the fix
     "sqrt": ("f(x)", jnp.sqrt, [0.0, 0.5], MASKED),
     "pow": ("f(x)", lambda x: x**0.3, [0.0, 0.5], MASKED),
@@ -31,8 +33,11 @@ PROGRAMS = {  # the program, the elements of x, the fix
     "std": ("jnp.std(x)", None, [0.5, 0.5], NO_VARIANCE),
     "log of softmax": ("jnp.log(jax.nn.softmax(x))", None, [-200.0, 0.0], "jax.nn.log_softmax"),
     "mask": ("jax.nn.softmax(jnp.where(mask, x, -jnp.inf))", None, [0.3, 0.5], FINITE_MASK),
-    "arccos": ("jnp.arccos(x)", None, [1.0, 0.3], INSIDE),
-    "arcsin": ("jnp.arcsin(x)", None, [-1.0, 0.3], INSIDE),
+    "logsumexp": (MASKED_SUM, None, [0.3, 0.5], FINITE_MASK),
+    "divisor": ("x / (x - x[0])", None, [0.0, 0.5], MASKED_DIVISOR),
+    "acos": ("jnp.acos(x)", None, [1.0, 0.3], f"jnp.acos({INSIDE})"),
+    "asin": ("jnp.asin(x)", None, [-1.0, 0.3], f"jnp.asin({INSIDE})"),
+    "atanh": ("jnp.atanh(x)", None, [1.0, 0.3], INSIDE),
     "arccosh": ("jnp.arccosh(x)", None, [1.0, 1.5], ABOVE),
 }
 
@@ -44,7 +49,10 @@ def cured(program, fix):
     if fix is BOUNDED:
         return program.replace("jnp.exp(x)", fix)
     if fix is INSIDE:
-        return program.replace("(x)", fix.removeprefix("jnp.arccos"))
+        return program.replace("x", fix)
+    if fix is MASKED_DIVISOR:
+        code = fix.removeprefix("with ok = y != 0, ")
+        return f"(lambda y: (lambda ok: {code})(y != 0))(x - x[0])"
     if "with ok = " in fix:
         condition, code = fix.removeprefix("with ok = ").split(", ", 1)
         return f"(lambda ok: {code})({condition})"

@@ -33,8 +33,9 @@ SUSPECTS = {
     "jnp.std(jnp.stack([x, x]))": ("vjp", "sqrt", "jnp.sqrt(jnp.var(x) + 1e-6)"),
     "jnp.log(jax.nn.softmax(jnp.stack([x, 0.0]))[0])": ("value", "log", "jax.nn.log_softmax"),
     "jax.nn.softmax(jnp.stack([x, -jnp.inf]))[0]": ("value", "sub", "select a finite mask"),
-    "jnp.arccos(x)": ("vjp", "acos", "jnp.arccos(jnp.clip(x, "),
-    "jnp.arccosh(x)": ("vjp", "acosh", "jnp.arccosh(jnp.maximum(x, "),
+    "jax.nn.logsumexp(jnp.stack([x, x]))": ("value", "log", "select a finite mask"),
+    "jnp.arccos(x)": ("vjp", "acos", "jnp.acos(jnp.clip(x, "),
+    "jnp.arccosh(x)": ("vjp", "acosh", "jnp.acosh(jnp.maximum(x, "),
     "jnp.where(x < 80, jnp.exp(x), 0.0)": ("vjp", "exp", "jnp.exp(jnp.minimum(x, "),
     "x.astype(jnp.float16) ** 4": ("value", "integer_pow", "compute in bfloat16 or float32"),
 }
