@@ -72,6 +72,22 @@ def few_programs():
             gc.collect()
 
 
+@pytest.fixture(scope="module", params=["eight", pytest.param("one", marks=pytest.mark.slow)])
+def devices(request):
+    """Eight CPU devices, and as a slow row one, on which norms are other programs.
+
+    What was traced for eight is not valid there.
+    """
+    if request.param == "eight":
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "device_count", lambda: 1)
+        jax.clear_caches()
+        yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def key():
     """The PRNG key of every test."""

@@ -12,6 +12,7 @@ import numpy as np
 
 import clipgrad as cg
 from clipgrad._clip import RULES
+from clipgrad._programs import held_programs, opened
 
 Tree = dict[str, np.ndarray]
 
@@ -220,6 +221,16 @@ def all_reduces(compiled: Any) -> int:
     """The number of all-reduces in a compiled program; a tuple counts as one."""
     text = compiled.as_text()
     return text.count(" all-reduce(") + text.count(" all-reduce-start(")
+
+
+def operations(program, seen):
+    """The equations of a program and of those inside, each program once."""
+    jaxpr = opened(program)[0]
+    if any(jaxpr is other for other in seen):
+        return 0
+    seen.append(jaxpr)
+    inner = [p for e in jaxpr.eqns for p in held_programs(e)]
+    return len(jaxpr.eqns) + sum(operations(p, seen) for p in inner)
 
 
 def stable_id(value: Any) -> str:

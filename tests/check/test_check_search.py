@@ -3,10 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 import clipgrad as cg
-from tests.check.check_zoo import custom, normal
+from tests.check.check_zoo import custom, halved, normal
 
 pytestmark = pytest.mark.slow
 
@@ -15,13 +14,6 @@ X = jnp.asarray([0.4, 1.2, 2.5])
 
 def report(function, *args, **options):
     return cg.check_grads(function, args, raise_on_failure=False, **options)
-
-
-def halved(factor):
-    """A half, by a linear solve whose transpose is off by a factor."""
-    return lambda b: lax.custom_linear_solve(
-        lambda v: 2 * v, b, lambda _, y: y / 2, lambda _, y: factor * y / 2
-    )
 
 
 def test_a_transpose_that_the_reference_shares_is_judged_by_differences():

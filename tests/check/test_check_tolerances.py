@@ -8,8 +8,7 @@ from jax import lax
 
 import clipgrad as cg
 from clipgrad._check.tolerances import PRECISIONS
-from tests.check.check_zoo import custom, normal
-from tests.check.test_check_search import halved
+from tests.check.check_zoo import custom, halved, normal
 
 pytestmark = pytest.mark.slow
 

@@ -40,6 +40,7 @@ def test_a_norm_is_nan_and_not_inf_if_an_element_is(dtype):
         np.testing.assert_array_equal(by_order, [np.nan, np.nan, np.inf])
 
 
+@pytest.mark.usefixtures("devices")
 @pytest.mark.slow
 @first_row
 @pytest.mark.parametrize("axis", [0, 1])
@@ -55,6 +56,7 @@ ONE_GROUP = [cg.ClipByGlobalNorm(1.0), cg.ClipByGlobalNorm(1.0, ord=jnp.inf)]
 BY_LEAF = [cg.ClipByNorm(1.0), cg.ClipByNorm(1.0, ord=jnp.inf), cg.ClipByBlockRMS(0.1)]
 
 
+@pytest.mark.usefixtures("devices")
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", [*ONE_GROUP, *BY_LEAF], ids=repr)
 def test_a_bad_element_makes_its_whole_group_nan(rule):

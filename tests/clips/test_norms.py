@@ -32,6 +32,7 @@ def reference(tree, ord=2):
     return top if ord == np.inf or top == 0 else top * np.sum((x / top) ** ord) ** (1 / ord)
 
 
+@pytest.mark.usefixtures("devices")
 @pytest.mark.slow
 @every_order
 @hypothesis.given(tree=trees())
@@ -39,6 +40,7 @@ def test_any_tree_has_the_norm_of_the_reference(ord, tree):
     np.testing.assert_allclose(cg.global_norm(tree, ord), reference(tree, ord), rtol=2e-5)
 
 
+@pytest.mark.usefixtures("devices")
 @pytest.mark.parametrize(
     "tree, expected",
     [
@@ -109,12 +111,14 @@ def test_leaves_without_gradients_count_nowhere():
     assert cg.global_norm(tree) == 5
 
 
+@pytest.mark.usefixtures("devices")
 @every_order
 def test_nan_gives_nan_and_otherwise_inf_gives_inf(ord):
     assert jnp.isnan(cg.global_norm(jnp.array([jnp.nan, jnp.inf, 1.0]), ord))
     assert cg.global_norm(jnp.array([-jnp.inf, 1.0]), ord) == jnp.inf
 
 
+@pytest.mark.usefixtures("devices")
 @pytest.mark.slow
 @first_row
 @every_order
@@ -150,11 +154,13 @@ def test_it_equals_the_norm_of_optax_bit_by_bit(scale, key):
         assert jax.jit(cg.global_norm)(tree) == jax.jit(optax.tree.norm)(tree)
 
 
+@pytest.mark.usefixtures("devices")
 def test_norms_under_vmap_are_per_lane_whatever_their_range():
     x = jnp.ones((4, 4)) * jnp.array([[1e-30], [1.0], [0.0], [1e30]])
     np.testing.assert_allclose(jax.vmap(cg.global_norm)(x), [2e-30, 2, 0, 2e30], rtol=1e-6)
 
 
+@pytest.mark.usefixtures("devices")
 def test_each_slice_has_its_own_range():
     x = jnp.array([[1e-30, 1e-30], [3, 4], [3e30, 4e30], [0, 0]])
     (norm,) = slice_norms([x], [(1,)])

@@ -1,4 +1,7 @@
-"""On one CPU device a norm is one sum, and a second one only out of its range."""
+"""On one CPU device a norm is one sum, and a second one only out of its range.
+
+What holds on any number of devices stands in other files, with the fixture `devices`.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -7,34 +10,13 @@ import pytest
 
 import clipgrad as cg
 from clipgrad._arrays.sums import joined_leaves
-from tests.clips.test_nan import (  # noqa: F401
-    test_a_bad_element_makes_its_whole_group_nan,
-    test_only_the_slice_that_holds_it_is_nan,
-)
-from tests.clips.test_norms import (  # noqa: F401
-    test_any_tree_has_the_norm_of_the_reference,
-    test_each_slice_has_its_own_range,
-    test_known_norms,
-    test_nan_gives_nan_and_otherwise_inf_gives_inf,
-    test_norms_under_vmap_are_per_lane_whatever_their_range,
-    test_the_derivative_is_that_of_the_formula,
-)
 from tests.helpers import RELEASED, reductions
-from tests.values.test_value_stats import (  # noqa: F401
-    test_the_statistics_of_an_array_are_those_of_numpy,
-)
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_device():
-    """The tests have eight, for which nothing that was traced before is valid here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "device_count", lambda: 1)
-        jax.clear_caches()
-        yield
-    jax.clear_caches()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("devices"),
+    pytest.mark.parametrize("devices", ["one"], indirect=True),
+]
 
 
 def branches(text):

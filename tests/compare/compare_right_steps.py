@@ -112,7 +112,7 @@ def of_this_library(dtype):
 def of_nnx(dtype):
     from flax import nnx
 
-    from tests.compare.test_compare_frameworks import BATCHES, nnx_objects, object_step
+    from tests.compare.compare_flax import BATCHES, nnx_objects, object_step
 
     (step, state), rows = (nnx.jit(object_step), nnx_objects(dtype)), jnp.asarray(BATCHES[0])
     return RightStep(step, step, (state, rows), (state, placed(rows, AXIS)))

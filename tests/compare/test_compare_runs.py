@@ -15,10 +15,10 @@ from clipgrad._commands.cli import main
 from clipgrad._compare import file
 from clipgrad._compare.record import Record
 from clipgrad._compare.sketches import LARGEST_AT, NORM_AT, host_sketch, sketch
+from tests.compare.compare_layouts import ARGS as MLP_ARGS
+from tests.compare.compare_layouts import LAYOUTS, mlp
 from tests.compare.compare_models import with_vjp
 from tests.compare.compare_pairs import EQUAL, PLANTED, Draw
-from tests.compare.test_compare_versions import ARGS as MLP_ARGS
-from tests.compare.test_compare_versions import LAYOUTS, mlp
 from tests.helpers import SEED
 
 pytestmark = pytest.mark.usefixtures("users_promotion")

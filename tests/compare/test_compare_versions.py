@@ -9,35 +9,15 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
-from tests.compare.compare_trainers import AXIS, mesh, numbers, placed
+from tests.compare.compare_layouts import ARGS, LAYOUTS, mlp
+from tests.compare.compare_trainers import AXIS, mesh
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
-
-PARAMS = {"w": numbers(8, 16, seed=30) / 3, "v": numbers(16, 8, seed=31) / 4}
-BATCH = (numbers(16, 8, seed=32), numbers(16, 8, seed=33))
-ARGS = (PARAMS, BATCH)
-
-
-def mlp(params, batch, by=1.0):
-    with jax.named_scope("first"):
-        h = jnp.tanh(batch[0] @ params["w"])
-    with jax.named_scope("second"):
-        z = h @ params["v"] * by
-    return jnp.mean((z - batch[1]) ** 2)
 
 
 def wide(tree):
     """The tree in float64."""
     return jax.tree.map(lambda x: x.astype("float64"), tree)
-
-
-LAYOUTS = {
-    "data parallel": lambda: (placed(PARAMS), placed(BATCH, AXIS)),
-    "tensor parallel": lambda: (
-        {"w": placed(PARAMS["w"], None, AXIS), "v": placed(PARAMS["v"], AXIS)}, placed(BATCH),
-    ),
-    "FSDP": lambda: (placed(PARAMS, AXIS), placed(BATCH, AXIS)),
-}  # fmt: skip
 
 
 @pytest.mark.slow

@@ -150,9 +150,9 @@ def test_the_page_on_ports_runs_and_finds_what_it_says(tmp_path, monkeypatch, ca
 
 def test_the_programs_of_the_first_notebook_give_what_jax_gives():
     """The first and the last of its programs that stand beside JAX's."""
-    from tests.package.test_topics import side_by_side
+    from tests.pages import pytorch_beside_jax
 
-    first, _, _, last = (programs[0] for programs in side_by_side())
+    first, _, _, last = (programs[0] for programs in pytorch_beside_jax())
     names = {"torch": torch}
     exec(first, names)
     assert [names["w"].grad.item(), names["b"].grad.item()] == pytest.approx(

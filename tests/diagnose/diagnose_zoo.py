@@ -20,6 +20,10 @@ LOW = jnp.float16
 FILE = "tests/diagnose/diagnose_zoo.py"  # as findings name it
 
 
+def kinds(diagnosis):
+    return [finding.kind for finding in diagnosis.findings]
+
+
 @dataclasses.dataclass(frozen=True)
 class Sick:
     """A program, and its first finding.

@@ -15,13 +15,10 @@ import pytest
 import clipgrad as cg
 from clipgrad._demo import TASKS
 from clipgrad._diagnose import advice
-from tests.package.test_docs import DOCS, PROGRAM, rows
+from tests.diagnose.diagnose_zoo import kinds
+from tests.pages import DOCS, PROGRAM, rows
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
-
-
-def kinds(diagnosis):
-    return [finding.kind for finding in diagnosis.findings]
 
 
 # Of each row of the table of docs/nan.md the finding, and a part of its advice.

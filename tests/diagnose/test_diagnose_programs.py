@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import clipgrad as cg
-from tests.diagnose.test_diagnose import kinds
+from tests.diagnose.diagnose_zoo import kinds
 from tests.helpers import line_of
 from tests.rows import crossed, first_row, some_of
 

@@ -8,7 +8,7 @@ import clipgrad as cg
 from clipgrad._diagnose.finding_kinds import FINDING_KINDS
 from clipgrad._diagnose.records import GradientFinding
 from tests.diagnose.diagnose_numbers import HEALTHY, NOTED, SICK
-from tests.package.test_docs import rows
+from tests.pages import rows
 from tests.rows import first_row, some_of
 
 pytestmark = pytest.mark.usefixtures("users_promotion")

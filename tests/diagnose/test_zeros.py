@@ -19,7 +19,7 @@ from clipgrad._diagnose.cut_facts import CutFacts
 from clipgrad._diagnose.openings import OPENINGS
 from clipgrad._programs import kinds
 from tests.diagnose import zero_cuts
-from tests.diagnose.test_diagnose_cuts import CUTS as MORE_CUTS
+from tests.diagnose.cut_losses import CUTS as MORE_CUTS
 from tests.diagnose.zero_cuts import CUTS, HEALTHY, NOTED, SILENT, X
 from tests.rows import first_row, some_of
 

@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+from clipgrad._lazily import PUBLIC
+
 PACKAGE = pathlib.Path(__file__).parents[2] / "clipgrad"
 FILES = sorted(PACKAGE.rglob("*.py"))
 TESTS = sorted((PACKAGE.parent / "tests").rglob("test_*.py"))
@@ -48,6 +50,17 @@ def imports(path):
     return modules + [alias.name for node in plain for alias in node.names]
 
 
+def test_no_file_of_tests_imports_another():
+    """What several need stands in a module whose name does not begin with `test_`."""
+    taken = {
+        (path.name, module)
+        for path in (PACKAGE.parent / "tests").rglob("*.py")
+        for module in imports(path)
+        if module.rpartition(".")[2].startswith("test_")
+    }
+    assert not taken
+
+
 def test_each_room_has_its_place():
     assert sorted({room(path) for path in FILES}) == sorted(ROOMS)
 
@@ -83,6 +96,11 @@ def test_the_checker_knows_no_clip_whose_mistake_it_could_share():
 
 
 DESIGN = (PACKAGE.parent / "DESIGN.md").read_text()
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_the_table_of_public_names_is_in_the_order_of_the_rooms(module):
+    assert list(PUBLIC[module]) == sorted(PUBLIC[module], key=ROOMS.index)
 
 
 def test_the_table_of_the_design_is_in_the_order_of_the_rooms():

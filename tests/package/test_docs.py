@@ -1,7 +1,6 @@
 """The site: its tables are true, and it holds every public name."""
 
 import json
-import pathlib
 import re
 import subprocess
 import sys
@@ -16,23 +15,10 @@ import clipgrad as cg
 from clipgrad._commands.cli import main
 from clipgrad._errors import docs_page, docs_title
 from tests.helpers import NAMES
+from tests.pages import ALL_PAGES, DOCS, NOTEBOOKS, ROOT, anchors, prose, rows
 from tests.rows import first_row
 
-ROOT = pathlib.Path(__file__).parents[2]
-DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.glob("*.md"))
-ALL_PAGES = [*PAGES, *DOCS.glob("[ac]*/*.md")]  # without the copies that the site has
-PROGRAM = re.compile(r"```python\n(.*?)```", re.DOTALL)
-
-
 pytestmark = pytest.mark.usefixtures("users_promotion")
-
-
-def rows(page, heading):
-    """The rows of the table on a page that has this in its first line, without backticks."""
-    table = (DOCS / page).read_text().split(f"| {heading} |")[1].split("\n\n")[0]
-    cells = [line.strip("|").split(" | ") for line in table.splitlines()[2:]]
-    return [[cell.strip().strip("`") for cell in row] for row in cells]
 
 
 def test_no_address_of_a_link_is_broken_over_two_lines():
@@ -84,31 +70,11 @@ def test_every_guarantee_is_tested_by_default(default_rows):
 # Links and pictures
 
 
-def prose(path):
-    """The text of a page without its programs, or that of a notebook."""
-    if path.suffix == ".ipynb":
-        cells = json.loads(path.read_text())["cells"]
-        return "\n\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
-    return re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
-
-
-def anchors(path):
-    """The anchors of a page, as GitHub and the site make them of its headings."""
-    included = re.findall(r"^```\{include\} (\S+)", path.read_text(), re.MULTILINE)
-    text = "\n".join([prose(path), *(prose(path.parent / name) for name in included)])
-    headings = re.findall(r"^#{1,3} (.+)$", text, re.MULTILINE)
-    slugs = {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in headings}
-    return slugs | set(re.findall(r"^\(([\w-]+)\)=$", text, re.MULTILINE))
-
-
 def place(page, target):
     """The file that a link leads to; the site has notebooks and results among its pages."""
     path = (page.parent / target).resolve()
     inside = path.relative_to(DOCS) if path.is_relative_to(DOCS) else path
     return ROOT / inside if str(inside).startswith(("notebooks/", "benchmarks/")) else path
-
-
-NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import ast
 import importlib.util
 import json
 import os
-import pathlib
 import re
 import shlex
 import subprocess
@@ -17,10 +16,8 @@ import pytest
 
 import clipgrad as cg
 from clipgrad._commands.cli import main
-from tests.package.test_docs import ROOT
+from tests.pages import DOCS, NOTEBOOKS, ROOT
 
-DOCS = pathlib.Path(__file__).parents[2] / "docs"
-NOTEBOOKS = sorted((DOCS.parent / "notebooks").glob("*.ipynb"))
 TOCTREE = re.compile(r"```\{toctree\}\n(.*?)```", re.DOTALL)
 
 pytestmark = pytest.mark.usefixtures("users_promotion")

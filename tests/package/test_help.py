@@ -13,7 +13,7 @@ from clipgrad import _errors
 from clipgrad._commands import cli
 from clipgrad._commands.help_search import as_json, search, whole_index
 from clipgrad._errors import docs_pages, docs_text
-from tests.package.test_docs import ROOT, anchors
+from tests.pages import ROOT, anchors
 from tests.rows import first_rows, some_of
 
 spec = importlib.util.spec_from_file_location("shipped", ROOT / "docs" / "shipped.py")

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from tests.helpers import environment_of_users
-from tests.package.test_coming_from import assert_printed
+from tests.pages import assert_printed
 
 nbformat = pytest.importorskip("nbformat")
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import report
 from tests.package import page_programs
-from tests.package.test_coming_from import assert_printed
+from tests.pages import assert_printed
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"

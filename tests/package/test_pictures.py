@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from tests.package.test_docs import DOCS, ROOT
+from tests.pages import DOCS, ROOT
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
 

@@ -15,7 +15,14 @@ import pytest
 
 import clipgrad as cg
 from clipgrad._errors import docs_text
-from tests.package.test_docs import DOCS, ROOT, anchors
+from tests.pages import (
+    DOCS,
+    NOTEBOOKS,
+    ROOT,
+    anchors,
+    notebook_cells,
+    pytorch_beside_jax,
+)
 
 # A document, a place, and the topics that are taught there.
 TABLE = """
@@ -192,35 +199,17 @@ def test_no_topic_is_left_out():
 
 # The first notebook, for those who know PyTorch
 
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-
-
-def cells(path, kind):
-    return [
-        "".join(cell["source"])
-        for cell in json.loads(path.read_text())["cells"]
-        if cell["cell_type"] == kind
-    ]
-
-
-def side_by_side():
-    """The programs of the tables with a column for PyTorch and one for JAX."""
-    tables = re.findall(
-        r'<table class="two">.*?</table>', "\n".join(cells(NOTEBOOKS[0], "markdown")), re.S
-    )
-    return [re.findall(r"```python\n(.*?)```", table, re.S) for table in tables]
-
 
 def test_pytorch_and_jax_stand_side_by_side_from_the_first_cell_on():
-    assert cells(NOTEBOOKS[0], "markdown")[0].count('<table class="two">') == 1
-    assert [len(programs) for programs in side_by_side()] == [2] * 4
-    for program in sum(side_by_side(), []):
+    assert notebook_cells(NOTEBOOKS[0], "markdown")[0].count('<table class="two">') == 1
+    assert [len(programs) for programs in pytorch_beside_jax()] == [2] * 4
+    for program in sum(pytorch_beside_jax(), []):
         assert ast.parse(program) and max(map(len, program.splitlines())) <= 48
 
 
 @pytest.mark.slow
 def test_the_programs_in_the_column_of_jax_run():
-    loss, leaves, _, rule = (programs[1] for programs in side_by_side())
+    loss, leaves, _, rule = (programs[1] for programs in pytorch_beside_jax())
     names = {"jax": jax, "jnp": jnp, "cg": cg}
     exec(loss, names)
     np.testing.assert_allclose(names["gradient"](0.5, -1.0), [-1.1326, -0.3775], rtol=1e-3)
@@ -234,14 +223,15 @@ def test_the_programs_in_the_column_of_jax_run():
 
 
 def test_the_reader_builds_the_engine_in_forty_lines_and_predicts_six_times():
-    (engine,) = (cell for cell in cells(NOTEBOOKS[0], "code") if "def backward(record" in cell)
+    code = notebook_cells(NOTEBOOKS[0], "code")
+    (engine,) = (cell for cell in code if "def backward(record" in cell)
     assert sum(bool(line.strip()) for line in engine.splitlines()) <= 40
-    text = "\n".join(cells(NOTEBOOKS[0], "markdown"))
+    text = "\n".join(notebook_cells(NOTEBOOKS[0], "markdown"))
     assert text.count("**Predict, then run.**") == 6
 
 
 def test_all_notebooks_have_at_most_nine_thousand_words_of_prose():
-    texts = ["\n".join(cells(path, "markdown")) for path in NOTEBOOKS]
+    texts = ["\n".join(notebook_cells(path, "markdown")) for path in NOTEBOOKS]
     assert sum(len(re.sub(r"```.*?```", "", text, flags=re.S).split()) for text in texts) <= 9000
 
 

@@ -8,7 +8,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import clipgrad as cg
-from tests.per_example.test_per_example_rows import (
+from tests.per_example.per_example_references import (
     assert_clipped,
     every_way,
     norms_of,

@@ -11,7 +11,8 @@ import pytest
 import clipgrad as cg
 from clipgrad._per_example import products
 from clipgrad._per_example.products import product
-from clipgrad._programs import Hook, bind, equations, evaluate, held_programs, opened
+from clipgrad._programs import Hook, bind, equations, evaluate
+from tests.helpers import operations
 from tests.rows import crossed, first_row
 
 # Bits behind the leading one of a float32 factor at the default precision of a backend.
@@ -229,16 +230,6 @@ def test_no_product_that_the_bound_rests_on_has_the_default_precision():
     asked = [e.params["precision"] for e in equations(program) if e.primitive.name == "dot_general"]
     precisions = [p for p in asked if p != (jax.lax.Precision.HIGH,) * 2]
     assert precisions and set(precisions) <= {SIX, (jax.lax.Precision.HIGHEST,) * 2}
-
-
-def operations(program, seen):
-    """The equations of a program and of those inside, each program once."""
-    jaxpr = opened(program)[0]
-    if any(jaxpr is other for other in seen):
-        return 0
-    seen.append(jaxpr)
-    inner = [p for e in jaxpr.eqns for p in held_programs(e)]
-    return len(jaxpr.eqns) + sum(operations(p, seen) for p in inner)
 
 
 @pytest.mark.parametrize("rows", [1, 6])

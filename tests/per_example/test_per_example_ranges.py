@@ -8,7 +8,7 @@ import pytest
 import clipgrad as cg
 from clipgrad._per_example import norms_of_rows, products
 from tests.per_example.per_example_programs import PROGRAMS, arguments
-from tests.per_example.test_per_example_rows import OF_COTANGENT, OF_INPUT, norms_of, one_by_one
+from tests.per_example.per_example_references import OF_COTANGENT, OF_INPUT, norms_of, one_by_one
 
 EXAMPLES, ROWS, IN, OUT = 96, 3, 12, 40
 

@@ -6,16 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import clipgrad._programs as _programs
 from clipgrad._values import ValueHook, named_values, value_hook
-from tests.error_clips.tagged import MODELS, X, step
+from tests.error_clips.tagged import X, step
 from tests.helpers import assert_close, assert_same
 from tests.rows import first_row
+from tests.values.value_programs import PROGRAMS
 
 
 @value_hook()
@@ -60,31 +60,7 @@ def tagged(x, name):
         return checkpoint_name(x * 1.0, name)
 
 
-def in_a_while(x, tag):
-    def body(state):
-        i, x = state
-        return i + 1, tag(jnp.sin(x) * 1.5, "h")
-
-    return lax.while_loop(lambda s: s[0] < x.shape[1], body, (jnp.int32(0), x))[1]
-
-
-def same_branches(x, tag):
-    def branch(x):
-        return tag(jnp.sin(x), "h")
-
-    return lax.cond(x[0, 0] > 5, branch, branch, x)
-
-
-def unused(x, tag):
-    with jax.named_scope("idle"):
-        jnp.cos(x)
-    return tag(x, "h")
-
-
-PROGRAMS = MODELS | {"while": in_a_while, "equal branches": same_branches, "unused": unused}
 every_program = pytest.mark.parametrize("model", PROGRAMS.values(), ids=PROGRAMS)
-# Recomputation and several devices call back more often; a linear solve is left whole.
-COUNTED = [n for n in PROGRAMS if "remat" not in n and n not in ("linear solve", "shard_map")]
 
 
 def traced(model, tag=tagged):

@@ -14,13 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
 from clipgrad._values import value_stats
+from tests.error_clips.framework_models import Transformer, linen
+from tests.error_clips.framework_models import X as inputs
 from tests.error_clips.tagged import X, loss_of, scanned
-from tests.error_clips.test_frameworks import Transformer, linen
-from tests.error_clips.test_frameworks import X as inputs
-from tests.helpers import assert_close, assert_same
-from tests.per_example.test_per_example_precision import operations
+from tests.helpers import assert_close, assert_same, operations
 from tests.rows import each_value, first_row
-from tests.values.test_value_hook import COUNTED, PROGRAMS, in_a_while
+from tests.values.value_programs import COUNTED, PROGRAMS, in_a_while
 
 PROPERTIES = ("norm", "rms", "max", "nonfinite", "zero_fraction", "size")
 scope = jax.named_scope
@@ -73,6 +72,7 @@ ARRAYS = {
 every_array = pytest.mark.parametrize("name", ARRAYS)
 
 
+@pytest.mark.usefixtures("devices")
 @each_value
 @every_array
 @pytest.mark.parametrize("axis", [None, 0, -1])
