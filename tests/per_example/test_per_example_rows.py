@@ -56,13 +56,11 @@ def test_a_program_is_clipped_as_one_example_after_the_other(name):
 
 # The precision in which a program computes, with the parameters in float32.
 
-HALF = [n for n in PROGRAMS if not n.startswith(("custom", "weight in"))]
-
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("users_promotion")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
-@pytest.mark.parametrize("name", HALF)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_in_half_precision_is_as_near_as_vmap_of_grad(name, dtype):
     params, batch = arguments(name)
     narrow = lambda tree: jax.tree.map(  # noqa: E731
