@@ -186,6 +186,11 @@ def tree_of(key: jax.Array, dtype: Any = jnp.float32, scale: float = 1.0) -> dic
     return {name: (x * scale).astype(dtype) for name, x in normal.items()}
 
 
+def array(x: Any, dtype: Any = np.float32) -> jax.Array:
+    """An array that no program makes: each process that collects makes the arrays of a module."""
+    return jnp.array(np.asarray(x, dtype))
+
+
 def float64(tree: Any) -> Any:
     """The tree as NumPy arrays of float64 (or complex128)."""
 

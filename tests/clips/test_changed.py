@@ -73,7 +73,7 @@ def in_each_place(rule):
 
 
 BY_DEFAULT = {
-    ("tree, 1", ""), ("tree, 2", ""), ("tree, 2", "plain"), ("tree within, 2", ""),
+    ("tree, 2", "plain"), ("tree within, 2", ""),
     ("row, 1", "own"), ("unit", ""), ("value", "own"), ("function", ""),
 }  # fmt: skip
 SPELLINGS = some_of([(name, each) for name, (own, _) in RULES.items() for each in own], BY_DEFAULT)

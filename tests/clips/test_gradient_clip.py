@@ -352,7 +352,7 @@ def test_a_rule_is_the_transformation_that_gradient_clip_makes_of_it(rule, aroun
     with jax.numpy_dtype_promotion("standard"):
         results = []
         for tx in (around(rule), around(cg.gradient_clip(rule))):
-            update, state = jax.jit(tx.update), tx.init(params)
+            update, state = jax.jit(tx.update), jax.jit(tx.init)(params)
             for _ in range(2):
                 updates, state = update(grads, state, params)
             results.append((updates, state))

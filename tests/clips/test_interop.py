@@ -8,7 +8,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import clipgrad as cg
-from tests.helpers import assert_close
+from tests.helpers import array, assert_close
 
 pytestmark = pytest.mark.slow
 
@@ -44,8 +44,8 @@ def standard_numerics():
 
 X = np.linspace(-2, 2, 10, dtype=np.float32).reshape(5, 2)
 Y = np.array([[0], [4], [1], [3], [2]], np.float32)
-PARAMS = {"b": jnp.linspace(-1.0, 1.0, 4), "w": jnp.linspace(0.5, 2.0, 12).reshape(3, 4)}
-GRADS = [jax.tree.map(lambda p, i=i: jnp.cos(9 * p) * (1 + i), PARAMS) for i in range(2)]
+PARAMS = {"b": array(np.linspace(-1, 1, 4)), "w": array(np.linspace(0.5, 2, 12).reshape(3, 4))}
+GRADS = [{n: array(k * np.cos(9 * np.asarray(p))) for n, p in PARAMS.items()} for k in (1, 2)]
 
 
 def inner_loss(params):

@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
-from tests.helpers import all_reduces, assert_close
+from tests.helpers import all_reduces, array, assert_close
 from tests.rows import first_row
 
 SHAPES = {"bias": (5,), "conv": (3, 2, 4), "dense": (8, 6), "rows": (4, 3), "stack": (4, 8, 2)}
@@ -19,7 +19,7 @@ every_order = pytest.mark.parametrize("ord", [1, 2, jnp.inf])
 
 def tree(seed, scale=5.0):
     rng = np.random.default_rng(seed)
-    return {n: jnp.asarray(scale * rng.normal(size=s), jnp.float32) for n, s in SHAPES.items()}
+    return {n: array(scale * rng.normal(size=s)) for n, s in SHAPES.items()}
 
 
 GRADS, PARAMS = tree(0), tree(1, 1.0)

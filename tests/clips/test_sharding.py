@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
-from tests.helpers import CASES, all_reduces, assert_close
+from tests.helpers import CASES, all_reduces, array, assert_close
 from tests.rows import first_row
 
 SHAPES = {
@@ -60,7 +60,7 @@ every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 def tree(seed, scale=1.0):
     rng = np.random.default_rng(seed)
     return jax.tree.map(
-        lambda shape: jnp.asarray(scale * rng.normal(size=shape), jnp.float32),
+        lambda shape: array(scale * rng.normal(size=shape)),
         SHAPES,
         is_leaf=lambda shape: isinstance(shape, tuple),
     )

@@ -78,14 +78,14 @@ def test_steps_that_are_not_skipped_are_those_of_the_optimizer(inner):
 def test_a_skipped_step_changes_nothing_but_the_counters(bad):
     norms = noise(30)
     norms[20] = bad
-    updates, states = scan(ADAM, norms)
+    updates, states = jax.device_get(scan(ADAM, norms))
     before, after = (jax.tree.map(lambda x, i=i: x[i], states) for i in (19, 20))
     assert_same(after.inner_state, before.inner_state)
     assert_same(after.window, before.window)
     assert (updates[20] == 0).all() and (updates[19] != 0).all()
     assert after.skipped and after.skipped_count == 1
     assert after.spike_count == int(np.isfinite(bad))
-    clean_updates, clean = scan(ADAM, np.delete(norms, 20))
+    clean_updates, clean = jax.device_get(scan(ADAM, np.delete(norms, 20)))
     assert_same(states.window.norms[-1], clean.window.norms[-1])
     assert_same(updates[-1], clean_updates[-1])
     np.testing.assert_allclose(states.raw_norm[20], abs(bad), rtol=1e-6)
@@ -479,9 +479,9 @@ def test_what_is_judged_wrongly_is_an_error():
     with pytest.raises(ValueError, match="judge: got 'norm', expected one of 'gradient', 'update'"):
         cg.skip_spikes(optax.sgd(1.0), judge="norm")
     tx = cg.skip_spikes(optax.sgd(1.0), judge="loss", max_norm=-3.0)
-    state = tx.init(jnp.ones(2))
+    state = jax.jit(tx.init)(jnp.ones(2))
     for value, got in ((None, "none"), (jnp.ones(2), r"float32\[2\]")):
         with pytest.raises(ValueError, match=rf'value: got {got} with judge="loss", .*value=loss'):
-            tx.update(jnp.ones(2), state, value=value)
+            jax.eval_shape(lambda value: tx.update(jnp.ones(2), state, value=value), value)
     skipped = jax.jit(lambda value: tx.update(jnp.ones(2), state, value=value)[1].skipped)
     assert [bool(skipped(value)) for value in (-2.0, -4.0, jnp.nan, jnp.inf)] == [1, 0, 1, 1]

@@ -13,13 +13,15 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.helpers import array
+
 DEVICES, ROWS, WIDTH = 8, 4, 6
 LIMIT, RATE, DECAY = 0.05, 0.1, 0.01
 AXIS = "data"
 
 
 def numbers(*shape, seed):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+    return array(np.random.default_rng(seed).normal(size=shape))
 
 
 def mesh():

@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
@@ -20,6 +21,7 @@ from tests.compare.compare_models import (
     make_args,
     model,
 )
+from tests.helpers import array
 from tests.rows import first_row, in_turn
 
 LAST = LAYERS - 1
@@ -196,7 +198,10 @@ def test_the_module_is_that_of_the_operations_between(name):
 
 # ---- small functions ----
 
-ARGS = jnp.linspace(0.1, 1.0, 6).reshape(3, 2), jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
+ARGS = tuple(
+    array(np.linspace(start, 1, size).reshape(-1, width))
+    for start, size, width in ((0.1, 6, 2), (-1, 12, 3))
+)
 
 
 def small(scale=1.0, name="hidden", after=1.0, tag=None, aux=None):

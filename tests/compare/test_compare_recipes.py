@@ -55,11 +55,12 @@ def as_it_is(*saved):
 def saved():
     """The state after two steps, and the batches that follow."""
     params = jax.tree.map(lambda x: jnp.asarray(x, "float32"), PARAMS)
-    state = {"params": params, "opt": ADAM.init(params), "key": jax.random.key(1)}
+    state = {"params": params, "opt": jax.jit(ADAM.init)(params), "key": jax.random.key(1)}
     state["step"] = jnp.int32(0)
+    advance = jax.jit(step)
     with jax.numpy_dtype_promotion("standard"):
         for batch in BATCHES[:2]:
-            state, _ = step(state, batch)
+            state, _ = advance(state, batch)
     return state, BATCHES[2:4]
 
 

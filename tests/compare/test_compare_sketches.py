@@ -59,7 +59,10 @@ def test_the_norm_of_a_difference_of_sketches_is_that_of_the_values(name):
     assert max(abs(np.array(ratios) - 1)) < 0.35, ratios
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (0, 3), (256,), (257,), (3, 5)])
+slow_shapes = [pytest.param(shape, marks=pytest.mark.slow) for shape in [(1,), (3, 5)]]
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (256,), (257,), *slow_shapes])
 def test_every_shape_has_a_sketch(shape):
     x = normal(*shape)
     sketch_of_x = sketched(x)

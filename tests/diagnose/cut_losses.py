@@ -2,10 +2,15 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from tests.helpers import array
+
 P = {"w": jnp.array([0.3, -0.7, 1.1]), "v": jnp.ones(3)}
-X = jnp.array([[0.3, 0.7, -1.1], [0.2, 0.4, 0.1]])
+X = array([[0.3, 0.7, -1.1], [0.2, 0.4, 0.1]])
+EYE, ROW = array(np.eye(3)), array([0.3, 0.7, -1.1])
+SQUARES = array(1 + np.square([0.3, 0.7, -1.1]))
 stop = lax.stop_gradient
 CUTS = {}
 
@@ -52,7 +57,7 @@ def index_that_is_gathered(p, x):
     return jnp.sum(x[0][order[jnp.array([2, 0, 0])]] * p["v"])
 
 
-@cut("index", "also cut at", params={"w": jnp.eye(3), "v": jnp.eye(3)})
+@cut("index", "also cut at", params={"w": EYE, "v": EYE})
 def codebook(p, x):
     z = x @ p["v"]
     nearest = jnp.argmin(jnp.sum((z[:, None] - p["w"]) ** 2, -1), -1)  # cut
@@ -86,7 +91,12 @@ def exponent_of_one(p, x):
     return jnp.sum(jnp.ones(3) ** p["w"] * p["v"])  # cut
 
 
-@cut("unknown", "its exponent is 0 to 0", "saturated", {"w": 1 + X[0] ** 2, "v": X[0]})
+@cut(
+    "unknown",
+    "its exponent is 0 to 0",
+    "saturated",
+    {"w": array([1.09, 1.49, 2.21]), "v": array([0.3, 0.7, -1.1])},
+)
 def base_of_exponent_zero(p, x):
     return jnp.sum(p["w"] ** (x[0] * 0) * p["v"])  # cut
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.diagnose.diagnose_zoo import HEALTHY, LOW, NOTED, SICK, normal, sick
-from tests.helpers import line_of
+from tests.helpers import array, line_of
 
 __all__ = ["HEALTHY", "NOTED", "SICK"]
 
@@ -97,7 +97,7 @@ ROOTED = {
 }
 for _name, _loss in ROOTED.items():
     for _bad, _kind in ((0.0, "vjp"), (-1.0, "value")):
-        sick(_kind, "sqrt", jnp.ones((3, 4)).at[0, 1].set(_bad), at=root, step=1,
+        sick(_kind, "sqrt", array([[1, _bad, 1, 1], [1] * 4, [1] * 4]), at=root, step=1,
              name=f"{_kind}_in_{_name}")(_loss)  # fmt: skip
 
 
@@ -185,7 +185,7 @@ for _bad, _index in ((10, 10), (-11, -1)):  # a negative one counts from the end
     _texts = f"gather of index {_index} on axis 0 of float32[10, 4]", "correct the indices"
     for _keep, _finding in ((True, ("value", "gather")), (False, ("vjp", "mul"))):
         _line = line_of(looked_up, "# here" if _keep else "jnp.sum")
-        _mask = jnp.array(_ids != _bad)[..., None] | _keep
+        _mask = jnp.asarray((_ids != _bad)[..., None] | _keep)
         sick(*_finding, TABLE, _ids, _mask, says=_texts, line=_line, others=None,
              name=f"index_{_bad}_{_finding[0]}")(looked_up)  # fmt: skip
 
@@ -292,7 +292,8 @@ def hidden_by(name, bounded, dtype):
 
     x = jnp.array([0.5, 300.0, 1.0], dtype)
     texts = ["the VJP of exp at 300", BOUND, "since its value is not finite there"]
-    register = sick("vjp", "exp", x, name=f"hidden_by_{name}", says=texts, good=(x.at[1].set(2.0),))
+    good = (jnp.array([0.5, 2.0, 1.0], dtype),)
+    register = sick("vjp", "exp", x, name=f"hidden_by_{name}", says=texts, good=good)
     register(jax.jit(loss) if name in ("where", "division") else loss)
 
 
@@ -474,8 +475,8 @@ def solve(a):
     return jnp.where(fine, jnp.linalg.solve(a, jnp.ones(2)).sum(), 0.0)
 
 
-FINE = jnp.stack([jnp.eye(2), 2 * jnp.eye(2), 3 * jnp.eye(2)])
-SINGULAR = FINE.at[1].set(1.0)
+FINE = array([n * np.eye(2) for n in (1, 2, 3)])
+SINGULAR = array([np.eye(2), np.ones((2, 2)), 3 * np.eye(2)])
 
 
 def raises(operation="pure_callback", at=solve, says="its operands are finite", **options):

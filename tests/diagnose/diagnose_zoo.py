@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import clipgrad as cg
-from tests.helpers import line_of
+from tests.helpers import array, line_of
 
 LOW = jnp.float16
 FILE = "tests/diagnose/diagnose_zoo.py"  # as findings name it
@@ -87,7 +87,7 @@ def sick(
 
 
 def normal(*shape, seed=0, scale=1.0):
-    return jnp.asarray(scale * np.random.default_rng(seed).normal(size=shape), jnp.float32)
+    return array(scale * np.random.default_rng(seed).normal(size=shape))
 
 
 def orthogonal(size, seed=0):
@@ -362,7 +362,12 @@ for _name, (_loss, _args), _kind, _expected in [
 
 # 1.5 ** n leaves float32 between n = 218 and 219; the last step is 399.
 @sick(
-    "vjp", "dot_general", 1.5 * jnp.eye(16), jnp.zeros((400, 16)), step=399 - 218, others=("grows",)
+    "vjp",
+    "dot_general",
+    array(1.5 * np.eye(16)),
+    array(np.zeros((400, 16))),
+    step=399 - 218,
+    others=("grows",),
 )
 def growth_that_overflows(w, x):
     return jnp.sum(jax.lax.scan(lambda h, x: (h @ w + x, None), jnp.zeros(16), x)[0])
@@ -377,12 +382,15 @@ def growth_between_the_scans_inside(w, x):
     return jax.lax.scan(outer, 0.0, x)[0]
 
 
+EYES = [(array(n * np.eye(4)), array(np.zeros((24, 4)))) for n in (1, 2)]
+
+
 def recurrent_step(h, x_and_w):
     x, w = x_and_w
     return jnp.tanh(h @ w) + x, jnp.sum(x * x)  # in the step
 
 
-@sick("grows", None, 2 * jnp.eye(4), jnp.zeros((24, 4)), good=(jnp.eye(4), jnp.zeros((24, 4))),
+@sick("grows", None, *EYES[1], good=EYES[0],
       says=f"; its state is multiplied at {FILE}:{line_of(recurrent_step, '# in the step')}; clip",
       **near(2))  # fmt: skip
 def growth_inside_of_a_step(w, x):
@@ -401,7 +409,8 @@ def growing_expression(x):
 
 
 def in_dtypes(*shapes):
-    return [tuple(jnp.ones(shape, dtype) for shape in shapes) for dtype in (LOW, jnp.bfloat16)]
+    ones = [np.ones(shape) for shape in shapes]
+    return [tuple(array(one, dtype) for one in ones) for dtype in (LOW, jnp.bfloat16)]
 
 
 HALF, BRAIN = in_dtypes((8, 8), (4, 8))
@@ -419,7 +428,7 @@ def small_mean(x):
     return jnp.mean((x * 2).astype(jnp.float32)) * 1e-6
 
 
-HALF, BRAIN = ({"w": jnp.ones(4, dtype)} for dtype in (LOW, jnp.bfloat16))
+HALF, BRAIN = ({"w": array(np.ones(4), dtype)} for dtype in (LOW, jnp.bfloat16))
 
 
 @sick("underflow", "argument", HALF, good=(BRAIN,), leaf="args[0]['w']", cause="underflow",

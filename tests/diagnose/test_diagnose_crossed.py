@@ -16,9 +16,9 @@ OTHERWISE = {("divided_by_what_overflows", "in_bfloat16"), ("small_cotangents", 
 
 
 def rows(functions):
-    """Each function in one surrounding by default, in turn, another one with another seed.
+    """Every second function in one surrounding by default, in turn, another with another seed.
 
-    Slow: as it is, and in two more.
+    Slow: the others; as they are, and in two more.
     """
 
     def turn(step):
@@ -27,7 +27,7 @@ def rows(functions):
 
     drawn = turn(SEED)
     more = turn(SEED + 3) | turn(SEED + 6) | {(name, PLAIN) for name in functions}
-    return some_of(sorted(drawn | more), drawn)
+    return some_of(sorted(drawn | more), sorted(drawn)[::2])
 
 
 def said(diagnosis):

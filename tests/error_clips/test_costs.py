@@ -7,7 +7,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
 from tests.helpers import RELEASED
-from tests.rows import first_row
+from tests.rows import first_row, some_of
 
 W = jnp.full((64, 64), 0.1)
 X = jnp.full((32, 64), 0.1)
@@ -131,7 +131,7 @@ def test_watching_costs_a_read_of_the_cotangents_and_one_buffer_at_most(model, u
     assert watched.as_text().count(" while(") == plain.as_text().count(" while(")
 
 
-@pytest.mark.parametrize("model", WATCHED)
+@pytest.mark.parametrize("model", some_of(WATCHED, ["mlp"]))
 def test_a_value_rule_by_name_costs_what_the_clip_by_hand_costs(model):
     rules = {"h": cg.ErrorClipByValue(0.5)}
     clipped = jax.jit(jax.value_and_grad(cg.error_clip_by_name(tagged(model), rules)))

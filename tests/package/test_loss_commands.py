@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -178,7 +179,8 @@ def test_a_capture_of_a_model_says_how_it_is_restored(models, tmp_path, capsys):
     (tmp_path / f"{models}_of.py").write_text(text)
     state = cg.skip_spikes(optax.sgd(0.1), halt=True)
     params = {"w": jnp.ones(2)}
-    _, bad = state.update({"w": jnp.full(2, jnp.nan)}, state.init(params), params)
+    update = jax.jit(lambda grads: state.update(grads, state.init(params), params))
+    _, bad = update({"w": jnp.full(2, jnp.nan)})
     with cg.FlightRecorder(tmp_path / "captures", raise_on_halt=False) as recorder:
         recorder.record(bad, jnp.ones(2), params=params)
     capture = str(recorder.captures[0])

@@ -19,9 +19,10 @@ from tests.helpers import NAMES, public
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Examples that compile for longer than .3 seconds.
-DEAR = """_check.check_grads _check.report _clip.clip_grads _clip.composer _clip.rules.adaptive
-_clip.skip_spikes _clip.thresholds.ema _clip.thresholds.history _clip.thresholds.z_score
-_clip.transformations _compare.compare _per_example.clip_per_example _per_example.per_example_norms
+DEAR = """_check.check_grads _check.report _clip.clip_grads _clip.composer _clip.gradient_clip
+_clip.rules.adaptive _clip.skip_spikes _clip.thresholds.ema _clip.thresholds.history
+_clip.thresholds.percentile _clip.thresholds.z_score _clip.transformations _compare.compare
+_compare.save_run _per_example.clip_per_example _per_example.per_example_norms
 _recorder.capture _recorder.recorder _values.with_value_stats""".split()
 EXAMPLES = [
     pytest.param(name, marks=[pytest.mark.slow] * (name.removeprefix("clipgrad.") in DEAR))

@@ -88,6 +88,7 @@ def model(dtype, remat, params, x):
     return jnp.sum((h[0] @ p["out"]).astype(jnp.float32) ** 2)
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def arguments(key, examples):
     shapes = {"in": (24, 32), "layers": (3, 32, 32), "kernel": (3, 32, 8)}
     shapes |= {"out": (8, 20), "biases": (3, 32)}

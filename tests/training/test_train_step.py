@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
 from tests.helpers import assert_close
-from tests.rows import first_row
+from tests.rows import each_value, first_row
 from tests.training.wrappers import AROUND
 
 
@@ -76,6 +76,7 @@ def test_without_statistics_the_state_is_that_of_optax_and_the_metrics_are_three
     assert metrics["grad_norm"] > 1 and metrics["nonfinite"] == 0
 
 
+@each_value
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("last", [True, "per_leaf"])
 def test_metrics_are_those_of_the_last_clip_with_statistics(first, last, key):

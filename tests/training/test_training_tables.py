@@ -241,13 +241,13 @@ def test_the_limit_that_a_step_was_judged_by_is_in_state_and_metrics(name):
     np.testing.assert_allclose(shown, [limit] * 4, rtol=1e-6)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf], ids=str)
 @pytest.mark.parametrize("halt", [False, True, "spike"])
-def test_a_loss_that_is_not_finite_halts_though_its_gradient_is(halt, value):
+def test_a_loss_that_is_not_finite_halts_though_its_gradient_is(halt):
     step = cg.train_step(lambda w, x: jnp.sum(w) + x, cg.skip_spikes(optax.sgd(1.0), halt=halt))
-    state, metrics = step(step.init(jnp.ones(2)), value)
-    assert metrics["skipped"] == (halt is not False) == (state.params == 1).all()
-    assert state.opt_state.halted == (True if halt else None)
+    for value in (np.nan, np.inf, -np.inf):
+        state, metrics = step(step.init(jnp.ones(2)), value)
+        assert metrics["skipped"] == (halt is not False) == (state.params == 1).all()
+        assert state.opt_state.halted == (True if halt else None)
 
 
 # ---- microbatches: what they overwrite, and what they weigh
