@@ -56,6 +56,11 @@ def pytest_report_header():
     return f"CLIPGRAD_SEED={helpers.SEED} HYPOTHESIS_PROFILE={profile}"
 
 
+def pytest_collection_modifyitems(items):
+    """What takes longest first: else one process ends minutes after the others."""
+    items.sort(key=lambda item: item.get_closest_marker("longest") is None)
+
+
 def pytest_collection_finish():
     """The garbage collector need not look again and again at what stays, as what was imported."""
     gc.freeze()

@@ -58,9 +58,8 @@ def stored_with(notebook):
     return printed(code_cells(notebook)[0]).strip("'\n")
 
 
-@pytest.mark.parametrize(
-    "path", sorted(PATHS, key=lambda p: "4_" not in p.stem), ids=lambda p: p.stem
-)
+@pytest.mark.longest
+@every_notebook
 def test_it_runs_and_prints_what_is_stored(path):
     stored, executed = nbformat.read(path, as_version=4), execute(path)
     assert pictures(executed) == pictures(stored) > 0
