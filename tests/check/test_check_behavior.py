@@ -58,6 +58,7 @@ def test_outputs_differentiated_alone_must_agree_with_zero_cotangents():
     assert "outputs" in checks(rule)
 
 
+@pytest.mark.slow
 def test_what_is_wrong_at_a_third_point_is_not_said_to_be_at_the_second():
     def backward(r, g):
         points.add(float(r[0][0]))

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 
 import clipgrad as cg
 from tests.check.check_zoo import custom, normal
-from tests.rows import first_row
+from tests.rows import in_turn
 
 
 def in_a_kernel(function, dtype):
@@ -121,7 +121,8 @@ PLACES = {
 }
 
 
-@first_row
+@pytest.mark.slow
+@in_turn
 @pytest.mark.parametrize("factor", [0.5, 1.0])
 @pytest.mark.parametrize(("place", "dtype"), itertools.product(PLACES, FEW_BITS))
 def test_a_function_with_numbers_of_few_bits_is_judged_in_float64(place, dtype, factor):

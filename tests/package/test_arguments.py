@@ -25,12 +25,11 @@ def calls():
 
 
 CALLS = list(calls())
-# What compiles more than .3 CPU seconds: one argument by default.
+# What compiles more than .3 CPU seconds; the tests of their rooms call these by default.
 COSTLY = {
     "check_grads", "numerical_grad", "compare", "save_run",
     "FlightRecorder", "FlightRecorder.record", "load_capture", "Capture.restore",
 }  # fmt: skip
-FIRST = {name: argument for name, argument, _ in reversed(CALLS)}
 
 
 # Arguments that a test of their own shows.
@@ -112,8 +111,7 @@ def plain(name):
 
 
 def marked(name, argument, change):
-    is_slow = name in COSTLY and argument != FIRST[name]
-    return pytest.param(name, argument, change, marks=[pytest.mark.slow] * is_slow)
+    return pytest.param(name, argument, change, marks=[pytest.mark.slow] * (name in COSTLY))
 
 
 @pytest.mark.parametrize(
