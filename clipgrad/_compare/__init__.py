@@ -3,7 +3,7 @@
 1. Record each version: a table of arrays in the order of computation (`Row`), with sketches of
    their numbers (`Numbers`), and edges between them. A file is the table.
 2. Match the rows of two records, by names (lines too) or by numbers, each pair with its `Judgment`:
-   a `Matching`.
+   a `Matching`. Leaves that are elsewhere in the other version are `MovedLeaves`.
 3. Read the judgments, by what rounding does (`by_rounding`) or by what a wider type makes of them
    (`ByPrecision`): a `Verdict` with the first that differs, and the module of the operations
    behind it.

@@ -5,6 +5,7 @@ Trace each version, or read its file: `recorded`, `load_record`. Run what was tr
 `by_rounding`, `ByPrecision`; and give the one `result`.
 """
 
+import functools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -25,9 +26,21 @@ from clipgrad._compare.inner_lines import with_inner_line
 from clipgrad._compare.leaf_pairs import have_leaves_in_common, mark_stacks
 from clipgrad._compare.line_pairs import named_lines
 from clipgrad._compare.loss_recording import ALL
-from clipgrad._compare.match_by_name import check_common, check_names, match_by_name
+from clipgrad._compare.match_by_name import (
+    check_common,
+    check_names,
+    have_values_in_common,
+    match_by_name,
+)
 from clipgrad._compare.match_by_number import match_by_number
 from clipgrad._compare.matching import Matching
+from clipgrad._compare.moved_leaves import (
+    NONE_MOVED,
+    MovedLeaves,
+    left_by_name,
+    left_by_number,
+    moved_leaves,
+)
 from clipgrad._compare.record import JAX, Record
 from clipgrad._compare.recording import Recording
 from clipgrad._compare.result import GradientComparison
@@ -92,8 +105,9 @@ def compare(
         ``{"encoder/Dense_*": "enc/linear*"}``. The start of a path stands for everything below.
         With ``{"layers_*": "layers"}``, modules are matched with scan steps, in order, and the
         gradients of their parameters with the layers of a stack. Leaves of a renamed module are
-        matched, too, also if one has another name there, such as kernel and weight. Lines are
-        names: ``{"model.py:8": "port.py:20"}``.
+        matched, too, also if one has another name there, such as kernel and weight. Paths of
+        leaves are names, ``{"wte": "embed/embedding"}``, and so are lines,
+        ``{"model.py:8": "port.py:20"}``.
       rtol: a relative tolerance, such as 1e-3, that replaces the measured one.
 
     Returns:
@@ -144,6 +158,9 @@ def compare(
         the earlier one is the first "output" finding. If a constant factor explains the difference,
         the finding says so.
       * If a saved run had other arguments, the first finding has the kind "argument".
+      * If the arguments of both functions are given, leaves without a partner of the same path are
+        matched by their numbers: renamed leaves, layers and their stack, and fused leaves such as
+        ``qkv`` beside ``wq``, ``wk`` and ``wv``, along any axis and in any order.
       * If the parameters have no path in common, also not by ``names``, as with a torch run, values
         are matched by their numbers, in any order of axes.
       * With a dtype as ``other``, findings have the kind "rounding": the value at which the error
@@ -172,9 +189,12 @@ def compare(
         ]
         ready = _checked(_with_lines_alike(traced, names), names)
         a, b = (x.run(whole=has_others) if isinstance(x, Recording) else x for x in ready)
-        sides = Sides(a, b, _matched(a, b, names, rtol, bool(files)))
+        matched = functools.partial(
+            _matched, a, b, names, rtol, bool(files), _moved(ready, (a, b), names)
+        )
+        sides = Sides(a, b, matched())
         if rtol is None and not _is_same(sides) and _measure(ready, (a, b)):
-            sides = Sides(a, b, _matched(a, b, names, rtol, bool(files)))
+            sides = Sides(a, b, matched())
         return result(sides, with_inner_line(by_rounding(sides), sides, ready, names))
 
 
@@ -202,12 +222,14 @@ def _checked(
 ) -> list[Record | Recording]:
     """The versions, one of JAX first; `ValueError` if they can't be matched."""
     a, b = (x if isinstance(x, Record) else x.record for x in versions)
-    if not _is_by_number(a, b, names):
+    is_by_number = _is_by_number(a, b, names)
+    if is_by_number and not (a.has_arrays and b.has_arrays):
+        check_nothing_named(names)
+    else:
         check_names(a, b, names)
+    if not is_by_number:
         check_common(a, b)
         mark_stacks(versions, names)
-    else:
-        check_nothing_named(names)
     return versions[::-1] if a.framework != JAX == b.framework else versions
 
 
@@ -228,24 +250,43 @@ def _measure(versions: Sequence[Record | Recording], records: Sequence[Record]) 
     return False
 
 
+def _moved(
+    versions: Sequence[Record | Recording],
+    records: Sequence[Record],
+    names: Mapping[str, str] | None,
+) -> MovedLeaves:
+    """The leaves that the versions hold in other leaves, where all numbers are known."""
+    a, b = versions
+    if not (isinstance(a, Recording) and isinstance(b, Recording)):
+        return NONE_MOVED
+    is_left = left_by_number if _is_by_number(*records, names) else left_by_name
+    return moved_leaves((a, b), records, is_left(*records, names))
+
+
 def _matched(
     a: Record,
     b: Record,
     names: Mapping[str, str] | None,
     rtol: float | None,
     with_arguments: bool,
+    moved: MovedLeaves,
 ) -> Matching:
     """Rows matched by names, or by numbers where the two name nothing alike."""
     if _is_by_number(a, b, names):
-        return match_by_number(a, b, rtol)
-    return match_by_name(a, b, names, rtol, with_arguments)
+        return match_by_number(a, b, rtol, moved)
+    return match_by_name(a, b, names, rtol, with_arguments, moved)
 
 
 def _is_by_number(a: Record, b: Record, names: Mapping[str, str] | None) -> bool:
     """Whether two losses are of two frameworks, or have no leaf of the first argument in common.
 
-    Neither by their paths nor under new names of modules.
+    Neither by their paths nor under new names. Where ``names`` are those of leaves alone, values
+    are matched by numbers, too; and where they are of values, leaves that have none.
     """
     if not a.is_loss or not b.is_loss:
         return False
-    return a.framework != b.framework or not have_leaves_in_common(a, b, names)
+    if a.framework != b.framework:
+        return True
+    if names and a.has_arrays and b.has_arrays:
+        return not have_values_in_common(a, b, names)
+    return not have_leaves_in_common(a, b, names)

@@ -7,7 +7,7 @@ import collections
 from collections.abc import Iterator, Mapping, Sequence
 
 from clipgrad._compare.pairs import Pair
-from clipgrad._compare.record import LAYERS, Record
+from clipgrad._compare.record import LAYERS, PART, Record
 from clipgrad._compare.recording import Recording
 from clipgrad._compare.renamed import same_leaves, stacked_leaves
 
@@ -70,6 +70,15 @@ def _by_size(record: Record, by_path: ByPath, known: set[int]) -> ByPath:
     return {path: group[0] for path, group in groups.items() if len(group) == 1}
 
 
+def ends_of_leaves(record: Record) -> list[str]:
+    """The paths of the leaves, from each of their segments on, by which `names=` may call them."""
+    paths = [
+        path for kind in RESULTS for by in _paths_by_argument(record, kind).values() for path in by
+    ]
+    parts = [path.split("/") for path in paths]
+    return list(dict.fromkeys("/".join(p[i:]) for p in parts for i in range(len(p))))
+
+
 def have_leaves_in_common(a: Record, b: Record, names: Names = None) -> bool:
     """Whether two losses have a leaf of the first argument in common."""
     common = {*same_rows(a, b, "gradient", names)}
@@ -115,6 +124,8 @@ def _paths_by_argument(record: Record, kind: str) -> dict[str, ByPath]:
     numbers: dict[str, ByPath] = collections.defaultdict(dict)
     for i in record.of(kind):
         row = record.rows[i]
+        if row.view == PART:
+            continue
         argument, path = row.leaf if row.leaf[0] else ("", row.name)
         numbers[argument][path if path not in numbers[argument] else row.name] = i
     return numbers

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from clipgrad._compare.equal_rows import turned_gradients
 from clipgrad._compare.judge import judge_rows
-from clipgrad._compare.leaf_pairs import RESULTS, leaf_pairs, same_rows
+from clipgrad._compare.leaf_pairs import RESULTS, ends_of_leaves, leaf_pairs, same_rows
 from clipgrad._compare.line_pairs import (
     check_lines,
     copied_lines,
@@ -15,6 +15,7 @@ from clipgrad._compare.line_pairs import (
     named_lines,
 )
 from clipgrad._compare.matching import MOST_NAMES, Matching, alone
+from clipgrad._compare.moved_leaves import NONE_MOVED, MovedLeaves
 from clipgrad._compare.pairs import Pair, cotangent_pairs, in_time, instances_of
 from clipgrad._compare.record import ENTERS, Graph, Instance, Record
 from clipgrad._compare.renamed import Renamed
@@ -26,15 +27,24 @@ Group = tuple[str, str, tuple[int, ...]]
 
 
 def check_names(a: Record, b: Record, names: Mapping[str, str] | None) -> None:
-    """Raise `ValueError` for a name that fits no value of ``a``, or leads to none of ``b``.
+    """Raise `ValueError` for a name that fits nothing of ``a``, or leads to nothing in ``b``.
+
+    Names are of values, and of leaves from some segment of their paths on.
 
     The records may be without numbers.
     """
     if names:
         ours, theirs = _renamed(names)
-        there = [theirs(name) for name in _value_names(b)]
-        ours.check(_value_names(a), there)
+        there = [theirs(name) for name in [*_value_names(b), *ends_of_leaves(b)]]
+        ours.check([*_value_names(a), *ends_of_leaves(a)], there)
         check_lines(a, b, names)
+
+
+def have_values_in_common(a: Record, b: Record, names: Mapping[str, str]) -> bool:
+    """Whether names lead from values of one record to those of another, or one has no names."""
+    ours, theirs = _renamed(names)
+    here, there = {ours(name) for name in _value_names(a)}, {theirs(x) for x in _value_names(b)}
+    return bool(here & there) or not (here and there) or bool(named_lines(names))
 
 
 def check_common(a: Record, b: Record) -> None:
@@ -55,6 +65,7 @@ def match_by_name(
     names: Mapping[str, str] | None = None,
     rtol: float | None = None,
     with_arguments: bool = False,
+    moved: MovedLeaves = NONE_MOVED,
 ) -> Matching:
     """Match and judge the rows of two records; arguments if they should be equal.
 
@@ -67,8 +78,9 @@ def match_by_name(
     values = in_time(a, [*values, *last, *(line_pairs(a, b, names) if have_lines else ())])
     pairs, findings = [*values, *cotangent_pairs(a, b, values)], []
     for kind in ("argument", *RESULTS)[not with_arguments :]:
-        pairs += (same := leaf_pairs(a, b, kind, names))
-        known = [{p.at(side)[0] for p in same} for side in range(2)]
+        same = moved.with_pairs(a, kind, leaf_pairs(a, b, kind, names))
+        pairs += same
+        known = [{p.at(side)[0] for p in same} | moved.covered[side] for side in range(2)]
         only = [(i, a, "fun") for i in a.of(kind) if i not in known[0]]
         only += [(j, b, "other") for j in b.of(kind) if j not in known[1]]
         for i, record, where in only if kind != "argument" else ():

@@ -13,8 +13,9 @@ from clipgrad._compare.equal_rows import (
 )
 from clipgrad._compare.judge import judge, judge_rows
 from clipgrad._compare.matching import MOST_NAMES, Matching, alone
+from clipgrad._compare.moved_leaves import NONE_MOVED, MovedLeaves
 from clipgrad._compare.pairs import Pair, cotangent_pairs, in_time
-from clipgrad._compare.record import ENTERS, JAX, Graph, Record
+from clipgrad._compare.record import ENTERS, PART, Graph, Record
 from clipgrad._compare.result import ComparisonFinding
 from clipgrad._compare.sketches import NORM_AT
 from clipgrad._compare.slices import descends, made_from
@@ -23,12 +24,14 @@ from clipgrad._errors import first_few
 MOST_SHOWN = 12
 
 
-def match_by_number(a: Record, b: Record, rtol: float | None = None) -> Matching:
+def match_by_number(
+    a: Record, b: Record, rtol: float | None = None, moved: MovedLeaves = NONE_MOVED
+) -> Matching:
     """Match and judge the rows of a loss in JAX and of one whose rows have other names.
 
     The first value without an equal is beside the value of the other that stands in its place.
     """
-    leaves, values = _Arguments(a, b), EqualRows(a, b, "value", rtol)
+    leaves, values = _Arguments(a, b, moved), EqualRows(a, b, "value", rtol)
     (loss,), (other,) = a.of("output"), b.of("output")
     judgment = judge_rows(a.rows[loss], b.rows[other], (), (), rtol, floors=FLOORS)
     assert judgment is not None  # of two scalars
@@ -49,12 +52,12 @@ class _Arguments(EqualRows):
 
     Attributes:
       numbers: the number of each argument among them, by its row.
-      where: what the second record is called in messages.
+      names: what the records are called in messages.
     """
 
-    def __init__(self, a: Record, b: Record) -> None:
+    def __init__(self, a: Record, b: Record, moved: MovedLeaves) -> None:
         super().__init__(a, b, "argument", None)
-        self.where = "other" if b.framework == JAX else b.framework
+        self.names = ("JAX", b.framework) if a.framework != b.framework else ("fun", "other")
         self._permuted = [self.permuted(i) for i in range(len(self.instances))]
         self.numbers = {row: i for i, (row, _) in enumerate(self.instances)}
         equal = {self.others[j][0] for j in (*self.covered, *sum(self._permuted, []))}
@@ -65,10 +68,17 @@ class _Arguments(EqualRows):
                 self._wholes.setdefault(target, set()).add(source)
         self._covered = {whole for row in equal for whole in self._wholes.get(row, {row})}
         self._unequal = arguments - equal
+        self._moved = [
+            {r.rows[i].node for i in moved.covered[side]} for side, r in enumerate((a, b))
+        ]
 
     def is_known(self, i: int) -> bool:
         """Whether an argument is equal to one, or has its numbers in another order."""
-        return bool(self.equal[i] or self._permuted[i])
+        return self.is_moved(i) or bool(self.equal[i] or self._permuted[i])
+
+    def is_moved(self, i: int) -> bool:
+        """Whether an argument is in other leaves of the second record, or a part that is."""
+        return self.row(i).view == PART or self.instances[i][0] in self._moved[0]
 
     def gradients(self, rtol: float | None) -> list[Pair]:
         """Each gradient beside that of an equal parameter, in the same order of axes.
@@ -104,12 +114,12 @@ class _Arguments(EqualRows):
         """The gradients that were not compared; of a buffer of torch there is none to compare."""
         compared, rows = {p.a[0] for p in gradients}, self.a.rows
         only = [
-            ("JAX", rows[i].label, rows[i].name)
+            (self.names[0], rows[i].label, rows[i].name)
             for i in self.a.of("gradient")
             if i not in compared and not self.is_known(self.numbers[rows[i].node])
         ]
         left, others = self.left_whole(), (self.b.rows[j] for j in self.b.of("gradient"))
-        only += [(self.where, row.name, row.name) for row in others if row.node in left]
+        only += [(self.names[1], row.name, row.name) for row in others if row.node in left]
         return [
             alone("gradient", path, f"gradient {name}, only in {where}")
             for where, name, path in only
@@ -118,7 +128,8 @@ class _Arguments(EqualRows):
     def left_whole(self) -> list[int]:
         """The rows of the other record's whole arguments that none is equal to."""
         rows = [row for row, _ in self.others]
-        return [row for row in rows if row not in self._wholes and row not in self._covered]
+        known = {*self._wholes, *self._covered, *self._moved[1]}
+        return [row for row in rows if row not in known and self.b.rows[row].view != PART]
 
     def text(self, i: int) -> str:
         """The text of an argument without an equal, if the other record has one as large."""
@@ -189,7 +200,7 @@ def _other_arguments(
     (part,) = made_from(pair, agreeing, [Graph(leaves.a)], with_all=True)
     sources = dict.fromkeys(to[0] for _, _, to in part.steps)
     bad = [i for row in sources if (i := leaves.numbers.get(row)) is not None]
-    bad = [i for i in bad if not leaves.equal[i]]
+    bad = [i for i in bad if not leaves.equal[i] and not leaves.is_moved(i)]
     texts = {leaves.row(i).name: leaves.text(i) for i in bad if leaves.text(i)}
     if not texts:
         return []
@@ -204,12 +215,17 @@ def _texts_alone(values: EqualRows, leaves: _Arguments) -> list[str]:
     equal = {values.row(i).name for i, partners in enumerate(values.equal) if partners}
     covered = {values.other(j).name for j in values.covered}
     notes = []
-    for side, names, known in (("JAX", our_names, equal), (leaves.where, their_names, covered)):
+    ours, theirs = leaves.names
+    for side, names, known in ((ours, our_names, equal), (theirs, their_names, covered)):
         if left := [name for name in names if name and name not in known]:
             notes.append(f"values only in {side}: {first_few(left, MOST_SHOWN)}")
-    ours = [leaves.row(i) for i, equal in enumerate(leaves.equal) if not equal]
+    alone = [
+        leaves.row(i)
+        for i, equal in enumerate(leaves.equal)
+        if not equal and not leaves.is_moved(i)
+    ]
     others = [leaves.b.rows[row] for row in leaves.left_whole()]
-    for side, rows in (("JAX", ours), (leaves.where, others)):
+    for side, rows in ((ours, alone), (theirs, others)):
         texts = [f"{row.label} {list(row.shape)}" for row in rows]
         notes += [f"arrays only in {side}: {', '.join(texts)}"] if texts else []
     return notes

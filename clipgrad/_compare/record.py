@@ -25,6 +25,7 @@ TEXT = "text"  # the dtype of what is no array
 # in the order of computation and two zeros. Edges are only for arrays made of parameters.
 JAX, TORCH = "jax", "torch"
 LAYERS = "layers"  # as `Row.turned`
+PART = "part"  # the view of elements of a leaf that are a leaf, or a part of one, elsewhere
 
 Instance = tuple[int, tuple[int, ...]]  # a row, at the steps of the scans around it
 
@@ -64,7 +65,8 @@ class Row:
       node: the number of the row that edges lead to: the value of a cotangent, the argument of a
         gradient, or the row itself.
       view: "tag", "module" for what leaves one, "enters", or "line", "call" and "backward" of a
-        user's line, see `LineValue`; of torch's arguments "parameter", "buffer" or "argument".
+        user's line, see `LineValue`; of torch's arguments "parameter", "buffer" or "argument";
+        `PART` of an argument or a gradient that is a part of another one.
       position: where it is computed: the numbers of operations and programs around, then those of
         its operation and result, and the depth of its module. Of an output it is its age.
       around: for each operation around the number of steps of a scan, negative in reverse; or 0.
@@ -208,6 +210,12 @@ class Record:
     def has_lines(self) -> bool:
         """Whether it has values of lines."""
         return any(row.is_line for row in self.rows)
+
+    @property
+    def has_arrays(self) -> bool:
+        """Whether its arguments are here, not only their sketches, as from a file."""
+        rows = (self.rows[i] for i in self.of("argument"))
+        return all(row.numbers.whole is not None for row in rows)
 
     @property
     def is_loss(self) -> bool:

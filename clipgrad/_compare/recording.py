@@ -12,12 +12,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from clipgrad._compare.edges import Walk
 from clipgrad._compare.judge import RUNS, floor_of
-from clipgrad._compare.record import LAYERS, NO_NUMBERS, Numbers, Record, Row
+from clipgrad._compare.record import LAYERS, NO_NUMBERS, PART, Numbers, Record, Row
 from clipgrad._compare.row_numbers import (
     by_steps,
+    host_array,
     numbers_of,
     one_copy,
     plain_row,
@@ -73,6 +75,8 @@ class Recording:
       loss: the loss, if it is one.
       remade: makes the recording again, see `recording_of`.
       is_brief: whether it runs once, so that little optimization may take less than to optimize.
+      parts: for each row that is a part of a gradient that number and the elements of its flat
+        array, see `add_part`.
     """
 
     record: Record
@@ -84,6 +88,7 @@ class Recording:
     loss: TracedLoss | None = None
     remade: Callable[..., "Recording"] | None = None
     is_brief: bool = False
+    parts: dict[int, tuple[int, np.ndarray]] = dataclasses.field(default_factory=dict)
 
     @property
     def has_lines(self) -> bool:
@@ -115,6 +120,28 @@ class Recording:
         if floor:
             self.measure(record)
         return record
+
+    def add_part(
+        self, record: Record, at: int, elements: np.ndarray, shape: tuple[int, ...], words: str
+    ) -> int:
+        """Add the rows of elements of a gradient and of its argument; return the gradient's.
+
+        To a record of its run, and to its own, so that rounding is measured of them, too.
+        """
+        gradient, argument = record.rows[at], record.rows[record.rows[at].node]
+        parts = []
+        for row in (argument, gradient):
+            numbers = numbers_of(np.ravel(host_array(row.numbers.whole))[elements].reshape(shape))
+            more = {"shape": shape, "words": words, "view": PART, "turned": ""}
+            parts.append(dataclasses.replace(row, numbers=numbers, **more))
+        for each in (record, self.record):
+            copies = [dataclasses.replace(row) for row in parts]
+            node = each.add(copies[0])
+            number = each.add(copies[1], node)
+        uses = [edge for edge in record.edges if edge.source == gradient.node]
+        record.edges += [edge._replace(source=node) for edge in uses]
+        self.parts[number] = at, elements
+        return number
 
     def _called(self, run: Callable[[list], list]) -> list:
         """The arrays of a run; `ValueError` with the operation whose callback raises an error."""
@@ -168,6 +195,10 @@ class Recording:
             rows[i].numbers = numbers_of(x, rows[i].turned == LAYERS)
             if not (whole and self.record.is_loss):
                 rows[i].numbers = rows[i].numbers._replace(whole=None)
+        by_row = dict(zip(self.returned, results, strict=True))
+        for i, (of, elements) in self.parts.items():
+            part = np.ravel(host_array(by_row[of]))[elements]
+            rows[i].numbers = numbers_of(part.reshape(rows[i].shape))
         for kind, arrays in zip(NOTED, on_host(notes), strict=True):
             chosen = self.record.of(kind)
             axes = {note_key(rows[i].position): len(rows[i].shape) for i in chosen}

@@ -19,6 +19,10 @@ class Renamed:
     def __call__(self, name: str) -> str:
         return self._by_rule(name)[1]
 
+    def names(self, name: str) -> bool:
+        """Whether an expression names this; the new name may be the same."""
+        return self._by_rule(name)[0] is not None
+
     def _by_rule(self, name: str) -> tuple[str | None, str]:
         """The expression that renames a name, if one does, and the new name."""
         for pattern, wanted in self.rules:
@@ -41,13 +45,13 @@ class Renamed:
             if pattern not in leads:
                 check_pattern(pattern, "names")
                 raise ValueError(
-                    f"names: got {pattern!r}, expected the path of a value in fun, or a "
-                    f"pattern of it; {nearest(pattern, here)}"
+                    f"names: got {pattern!r}, expected the path of a value or of a leaf in fun, or "
+                    f"a pattern of it; {nearest(pattern, here)}"
                 )
             if leads[pattern].isdisjoint(there):
                 raise ValueError(
-                    f"names: got {wanted!r} for {pattern!r}, expected the path of a value in "
-                    f"other; {nearest(wanted, there)}"
+                    f"names: got {wanted!r} for {pattern!r}, expected the path of a value or "
+                    f"of a leaf in other; {nearest(wanted, there)}"
                 )
 
 
@@ -90,18 +94,22 @@ def _led_by_names(
 ) -> Mapping[int, list[int]]:
     """For leaves of ``b`` without a partner those of ``a`` whose modules have new names there.
 
-    Of the names of leaves that the names of modules may stand for, those that lead to most leaves.
+    The names of leaves that the names of modules may stand for, those first that lead to most.
     """
     same = _same_paths(a, b, _wrapping(a, b))
     left = [i for i in range(len(a)) if i not in same]
     free = {path for j, path in enumerate(b) if j not in {*same.values()}}
-    led: dict[int, int] = {}
+    options: list[dict[int, int]] = []
     for renamed in _names_of_leaves(dict(names)) if names and left and free else ():
-        options = {i: paths for i in left if (paths := [*_renamed_leaves(a[i], renamed)])}
-        new = {i: next((p for p in paths if p in free), paths[0]) for i, paths in options.items()}
+        every = {i: paths for i in left if (paths := [*_renamed_leaves(a[i], renamed)])}
+        new = {i: next((p for p in paths if p in free), paths[0]) for i, paths in every.items()}
         everywhere = [new.get(i, path) for i, path in enumerate(a)]
         pairs = _same_paths(everywhere, b, _wrapping([*new.values()], b, 0)).items()
-        led = max(led, {i: j for i, j in pairs if i not in same and b[j] in free}, key=len)
+        options.append({i: j for i, j in pairs if i not in same and b[j] in free})
+    led: dict[int, int] = {}
+    for option in sorted(options, key=len, reverse=True):
+        taken = {*led.values()}
+        led |= {i: j for i, j in option.items() if i not in led and j not in taken}
     leads: dict[int, list[int]] = collections.defaultdict(list)
     for i in sorted(led, key=lambda i: _numbered(a[i])):
         leads[led[i]].append(i)
@@ -126,8 +134,8 @@ def _renamed_leaves(path: str, renamed: Renamed) -> Iterator[str]:
     parts = path.split("/")
     for first in range(len(parts)):
         inside = "/".join(parts[first:])
-        if (other := renamed(inside)) != inside:
-            yield _below("/".join(parts[:first]), other)
+        if renamed.names(inside):
+            yield _below("/".join(parts[:first]), renamed(inside))
 
 
 def _numbered(path: str) -> list[str | int]:
