@@ -78,6 +78,7 @@ def common_pieces(a: Leaves, b: Leaves) -> list[Piece]:
     for with_ends in (False, True):
         for length in sorted(lengths, reverse=True):
             search.accept(_with_equal_lines(search, length, with_ends))
+            search.accept(list(_between_equal_lines(search, length)))
     search.accept(_with_equal_lines(search, 1))
     search.accept(list(_equal_elsewhere(search)))
     return search.whole_pieces()
@@ -145,6 +146,32 @@ def _with_equal_lines(search: _Search, length: int, with_ends: bool = False) -> 
         for j, at, to in _matches(known, lines.numbers, hashes, owner, line)
         if (piece := _piece(search, lines, at, theirs[j][1], to))
     ]
+
+
+def _between_equal_lines(search: _Search, length: int) -> Iterator[Piece]:
+    """The pieces of lines that are equal to others, as of zeros, beside lines that are not.
+
+    They are as far from the nearest line of a piece, in both leaves.
+    """
+    for _, _, lines in search.pieces:
+        if not lines or len(lines[0].elements) != length:
+            continue
+        ours, theirs = lines
+        order = np.argsort(ours.numbers)
+        known, partners = ours.numbers[order], theirs.numbers[order]
+        every = np.setdiff1d(np.arange(ours.count), known)
+        middles = (known[1:] + known[:-1]) / 2
+        nearest = np.searchsorted(middles, every)
+        to = partners[nearest] + every - known[nearest]
+        inside = (to >= 0) & (to < theirs.count)
+        at, to = every[inside], to[inside]
+        bits = [
+            search.sides[side][each.leaf].bits.ravel()[each.elements[:, k]]
+            for side, (each, k) in enumerate(zip(lines, (at, to), strict=True))
+        ]
+        same = np.all(bits[0] == bits[1], axis=0)
+        if piece := _piece(search, ours, at[same], theirs, to[same]):
+            yield piece
 
 
 def _matches(

@@ -117,6 +117,15 @@ def interleaved(new, scale, flat=False):
     return of_projections(apart), params, of_projections(project, scale), others
 
 
+def dead(new, scale):
+    """Some columns of the weights are zeros."""
+    one, params, other, others = fused(new, scale)
+    for name, columns in (("wq", [0]), ("wk", [2, 3, 7]), ("wv", [0, 6])):
+        params[name][:, columns] = new.zeros(WIDTH, len(columns))
+    weight = np.concatenate([params[f"w{n}"] for n in "qkv"], 1)
+    return one, params, other, others | {"wqkv": weight}
+
+
 def transposed(new, scale):
     """One array of three weights, each (out, in)."""
     params = {f"w{n}": new(WIDTH, WIDTH) for n in "qkv"} | {"out": new(WIDTH, WIDTH)}
@@ -293,6 +302,7 @@ PAIRS = {
     "interleaved": interleaved,
     "interleaved and flat": lambda new, scale: interleaved(new, scale, flat=True),
     "transposed": transposed,
+    "dead columns": dead,
     "keys and values": keys_and_values,
     "gate and up": gate_and_up,
     "lstm": lstm,
