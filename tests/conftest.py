@@ -58,7 +58,7 @@ def pytest_report_header():
 
 def pytest_collection_modifyitems(items):
     """What takes longest first: else one process ends minutes after the others."""
-    items.sort(key=lambda item: item.get_closest_marker("longest") is None)
+    items.sort(key=lambda item: not any(m.kwargs.get("first") for m in item.iter_markers("slow")))
 
 
 def pytest_collection_finish():

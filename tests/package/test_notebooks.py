@@ -58,7 +58,7 @@ def stored_with(notebook):
     return printed(code_cells(notebook)[0]).strip("'\n")
 
 
-@pytest.mark.longest
+@pytest.mark.slow(first=True)
 @every_notebook
 def test_it_runs_and_prints_what_is_stored(path):
     stored, executed = nbformat.read(path, as_version=4), execute(path)
