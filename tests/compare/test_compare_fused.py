@@ -74,7 +74,7 @@ def test_fused_leaves_of_other_names_are_compared(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number, name", enumerate(models.PAIRS))
+@pytest.mark.parametrize("number, name", list(enumerate(models.PAIRS)))
 def test_another_value_is_found_beside_fused_leaves(number, name):
     pair = models.pair_of(name, scale=1.1)
     pair = models.of_other_names(*pair) if number % 2 else pair
