@@ -158,7 +158,7 @@ def _sketch_distances(sketch: np.ndarray, others: np.ndarray) -> np.ndarray:
 def numbers_at(row: Row, steps: tuple[int, ...] = ()) -> Moved | None:
     """The numbers of a row at some steps; None if they are not known as one array."""
     _, sketch, moved, _ = row.numbers
-    if sketch is None or row.turned:
+    if sketch is None or row.turned or sketch.shape[-2] > 1:
         return None
     return sketch[steps][0], np.zeros(LENGTH) if moved is None else moved[steps][0]
 
@@ -168,4 +168,5 @@ def sketches_in_orders(row: Row, steps: tuple[int, ...] = ()) -> np.ndarray:
     _, sketch, _, whole = row.numbers
     if sketch is not None and whole is not None and row.size and not row.turned:
         return turned_sketches(widened_leaf(np.asarray(whole)), "all")
-    return np.zeros((0, LENGTH)) if sketch is None else sketch[steps]
+    is_one = sketch is not None and (row.turned or sketch.shape[-2] == 1)
+    return sketch[steps] if sketch is not None and is_one else np.zeros((0, LENGTH))

@@ -84,7 +84,10 @@ def _packed(record: Record) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         plain = {f.name: getattr(row, f.name) for f in dataclasses.fields(row)}
         plain |= plain.pop("numbers")._asdict()
         del plain["whole"]
+        orders = len(orders_of(row.shape, row.turned))
         for kind in _NUMBERS_OF_ROWS:
+            if plain[kind] is not None and plain[kind].shape[-2] != orders:  # of several devices
+                plain[kind] = None
             if (x := plain[kind]) is not None:
                 plain[kind] = names.setdefault((x.shape, x.tobytes()), f"numbers{len(names)}")
                 with np.errstate(over="ignore"):

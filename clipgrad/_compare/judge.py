@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from clipgrad._compare.record import Row
+from clipgrad._compare.record import Numbers, Row
 from clipgrad._compare.sketches import LARGEST_AT, LENGTH, NORM_AT, NUMBERS, part_of
 
 RUNS = 8  # with other roundings: their root mean square is right to about 1 / 4
@@ -83,7 +83,7 @@ def judge_rows(
         return Judgment(float(not is_same), 0.0, is_same or not moves)
     if a.kind != "value" and a.kind != "cotangent" and a.shape != b.shape:
         return Judgment(math.inf, 0.0)
-    if ours.sketch is None or theirs.sketch is None:
+    if ours.sketch is None or theirs.sketch is None or _copies(ours) != _copies(theirs):
         is_known = any(x.sketch is not None or x.exact for x in (ours, theirs))
         return Judgment(1.0, 0.0) if is_known and a.kind == "output" else None
     x, y = ours.sketch[at_a], theirs.sketch[at_b]
@@ -91,6 +91,11 @@ def judge_rows(
     if rtol is None and measured is not None:
         moved = floors * measured[at_a if ours.moved is not None else at_b]
     return judge_sketches(x, y, moved, max(a.eps, b.eps), rtol, start)
+
+
+def _copies(numbers: Numbers) -> int:
+    """On how many devices a row has numbers of its own; 1 if they are the same on each."""
+    return 0 if numbers.sketch is None else numbers.sketch.shape[-2]
 
 
 def judge_sketches(

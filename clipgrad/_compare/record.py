@@ -36,7 +36,7 @@ class Numbers(NamedTuple):
     Attributes:
       exact: a hash of the values of integers, keys and text; "" for floating numbers.
       sketch: shape (..., orders, 515), steps first. None for keys and text, and where no numbers
-        are known, as of what is not the same on each device.
+        are known. Of what is not the same on each device shape (..., devices, 515).
       moved: how far rounding moves the sketch; None where this was not measured.
       whole: the array itself, for other orders of axes; not in a file.
     """

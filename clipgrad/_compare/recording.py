@@ -21,6 +21,7 @@ from clipgrad._compare.row_numbers import (
     by_steps,
     host_array,
     numbers_of,
+    of_devices,
     one_copy,
     plain_row,
 )
@@ -163,7 +164,7 @@ class Recording:
         runs = (self._rows(run(self.leaves, jnp.uint32(i)), False) for i in range(1, 1 + RUNS))
         sketches = {i: rows[i].numbers.sketch for kind in kinds for i in record.of(kind)}
         known = {i: x for i, x in sketches.items() if x is not None}
-        again = ({i: run[i].numbers.sketch for i in known} for run in runs)
+        again = ({i: _copies(run[i].numbers.sketch, x) for i, x in known.items()} for run in runs)
         for i, x in floor_of(known, again).items():
             rows[i].numbers = rows[i].numbers._replace(moved=x)
 
@@ -187,7 +188,7 @@ class Recording:
     def _rows(self, outputs: Sequence, is_checked: bool = True, whole: bool = False) -> list[Row]:
         """The rows with the numbers of a run.
 
-        Of several devices the numbers on one, which are or were checked to be the same on each.
+        Of several devices the numbers on one, if these are checked and the same on each.
         """
         results, *notes = self.traced.result(outputs)
         rows = [dataclasses.replace(row) for row in self.record.rows]
@@ -208,9 +209,16 @@ class Recording:
                 x = arrays[note_key(rows[i].position)]
                 sketch = by_steps(x, rows[i], self.devices.get(i, ()))
                 rows[i].numbers = Numbers(sketch=sketch)
-        for i in self.devices:
-            rows[i].numbers = one_copy(rows[i].numbers, is_checked)
+        for i in self.devices if is_checked else ():
+            sketch = rows[i].numbers.sketch
+            assert sketch is not None  # of a value
+            rows[i].numbers = Numbers(sketch=of_devices(sketch))
         return rows
+
+
+def _copies(sketch: Any, known: np.ndarray) -> np.ndarray:
+    """A sketch on all devices, or on one if that is known of a row."""
+    return sketch if sketch.shape == known.shape else one_copy(sketch)
 
 
 def _arrays_of(run: Callable[..., list]) -> Callable[..., list]:

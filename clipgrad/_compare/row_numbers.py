@@ -69,14 +69,18 @@ def by_steps(x: np.ndarray, row: Row, devices: tuple[int, ...]) -> np.ndarray:
     return x.reshape(*x.shape[: len(lengths)], -1, LENGTH)
 
 
-def one_copy(numbers: Numbers, is_checked: bool = True) -> Numbers:
-    """The sketch on the first device that holds the row.
+def one_copy(sketch: np.ndarray) -> np.ndarray:
+    """The sketch on the first device that holds the row, shape (..., 1, 515)."""
+    return sketch[..., _first_used(sketch), None, :]
 
-    There is none if the sketch on another device differs, where that is checked.
-    """
-    assert numbers.sketch is not None  # of a value
-    flat = numbers.sketch.reshape(-1, *numbers.sketch.shape[-2:])
-    used = np.any(flat, axis=(0, 2))
-    first = int(np.argmax(used))
-    is_same = not is_checked or np.all(flat[:, used] == flat[:, first : first + 1])
-    return numbers._replace(sketch=numbers.sketch[..., first, None, :] if is_same else None)
+
+def of_devices(sketch: np.ndarray) -> np.ndarray:
+    """One sketch where it is the same on each device that holds the row, or those of all."""
+    flat = sketch.reshape(-1, *sketch.shape[-2:])
+    used, first = np.any(flat, axis=(0, 2)), _first_used(sketch)
+    return one_copy(sketch) if np.all(flat[:, used] == flat[:, first : first + 1]) else sketch
+
+
+def _first_used(sketch: np.ndarray) -> int:
+    flat = sketch.reshape(-1, *sketch.shape[-2:])
+    return int(np.argmax(np.any(flat, axis=(0, 2))))

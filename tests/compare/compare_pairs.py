@@ -194,7 +194,7 @@ PLANTED = {
     ),
     "advantage not stopped": planted(policy, policy_args, ("vjp", "advantage", None), False),
     "NaN behind where": planted(lengths, lengths_args, ("vjp", "norm", None), False),
-    # A value that is not the same on each device is not matched: the next one is named.
+    # A mean that is the same on each device in one version alone is not matched: the next is named.
     "statistics of one device": LossPair(by_rows(), by_rows(False), rows_args, ("value", "", None)),
 }  # fmt: skip
 

@@ -61,10 +61,6 @@ def test_values_that_leave_a_program_have_the_sketches_that_it_makes_of_larger_o
     assert (first.sketched, second.sketched) == (False, True)
     for own, other in zip(whole, inside, strict=True):
         assert (own.numbers.moved is None) == (other.numbers.moved is None)
-        if other.numbers.sketch is None:  # not the same on each device
-            assert own.numbers.sketch is None
-            continue
-        assert own.numbers.sketch is not None
         scale = np.max(np.abs(other.numbers.sketch), initial=1e-6)
         np.testing.assert_allclose(own.numbers.sketch, other.numbers.sketch, atol=1e-5 * scale)
     assert any(np.any(row.numbers.moved) for row in whole if row.numbers.moved is not None)

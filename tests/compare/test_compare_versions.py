@@ -49,6 +49,34 @@ def test_what_is_of_one_device_alone_is_not_matched():
     assert "module part: not the same on each device, in one version" in comparison.unmatched
 
 
+def normalized(axes, scale=1.0):
+    """Layers over devices, whose hidden values differ between them."""
+
+    def loss(params, batch):
+        x, y = batch
+        for name, axis in zip(("first", "second"), axes, strict=True):
+            with jax.named_scope(name):
+                mean = x.mean(0, keepdims=True)
+                x = jnp.tanh(x - (mean if axis is None else lax.pmean(mean, axis))) * scale
+        with jax.named_scope("head"):
+            return lax.pmean(jnp.mean((x @ params["w"][:, :1]) ** 2) + y.mean(), AXIS)
+
+    specs = (P(), P(AXIS))
+    return jax.shard_map(loss, mesh=mesh(), in_specs=specs, out_specs=P())
+
+
+@pytest.mark.slow
+def test_values_that_differ_between_devices_are_compared_device_by_device(tmp_path):
+    comparison = cg.compare(normalized((AXIS, AXIS)), normalized((AXIS, None)), ARGS)
+    assert comparison.findings[0].module == "second", comparison
+    assert [row.module for row in comparison.rows][:1] == ["first"]
+    assert cg.compare(normalized((AXIS, None)), normalized((AXIS, None)), ARGS).ok
+    path = tmp_path / "run"
+    cg.save_run(normalized((AXIS, AXIS)), ARGS, path)
+    assert cg.compare(path, normalized((AXIS, AXIS)), ARGS).ok
+    assert cg.compare(path, normalized((AXIS, None)), ARGS).findings[0].kind == "value"
+
+
 def backward(rule):
     @jax.custom_vjp
     def passed(w):
