@@ -213,9 +213,9 @@ class Record:
 
     @property
     def has_arrays(self) -> bool:
-        """Whether its arguments are here, not only their sketches, as from a file."""
-        rows = (self.rows[i] for i in self.of("argument"))
-        return all(row.numbers.whole is not None for row in rows)
+        """Whether the arrays of its arguments are known, and their numbers; not so from a file."""
+        numbers = [self.rows[i].numbers for i in self.of("argument")]
+        return all(x.whole is not None and (x.exact or x.sketch is not None) for x in numbers)
 
     @property
     def is_loss(self) -> bool:

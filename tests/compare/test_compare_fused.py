@@ -74,7 +74,7 @@ def test_fused_leaves_of_other_names_are_compared(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number, name", list(enumerate(models.PAIRS)))
+@pytest.mark.parametrize("number, name", [*enumerate(models.PAIRS)])
 def test_another_value_is_found_beside_fused_leaves(number, name):
     pair = models.pair_of(name, scale=1.1)
     pair = models.of_other_names(*pair) if number % 2 else pair
@@ -164,3 +164,15 @@ def test_the_error_of_a_name_says_that_leaves_have_names():
     loss = lambda p: jnp.sum(p["w"] ** 2)  # noqa: E731
     with pytest.raises(ValueError, match="expected the path of a value or of a leaf in fun"):
         cg.compare(loss, loss, ({"w": np.ones(3)},), names={"v": "w"})
+
+
+@pytest.mark.slow
+def test_names_of_leaves_alone_change_nothing_where_all_leaves_are_the_same():
+    def named(name):
+        def loss(params, x):
+            with jax.named_scope(name):
+                return jnp.mean((x @ params["w"]) ** 2)
+
+        return loss
+
+    assert cg.compare(named("a"), named("b"), ({"w": models.X.T}, models.X), names={"w": "w"}).ok
