@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import clipgrad as cg
-from clipgrad._compare.pieces import Leaf, common_pieces
+from clipgrad._compare.common_pieces import Leaf, common_pieces
 from tests.compare import fused_models as models
 from tests.rows import some_of
 
