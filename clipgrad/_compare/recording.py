@@ -37,6 +37,7 @@ from clipgrad._losses import TracedLoss
 from clipgrad._names import Line, LineKeys, LineValue, Place, active_variables
 from clipgrad._programs import (
     SHARD_MAPS,
+    ByPieces,
     Hook,
     Inlined,
     Traced,
@@ -160,7 +161,8 @@ class Recording:
         """Add how far rounding moves numbers of a record to the rows of some kinds."""
         program, rows = self.traced.program, record.rows
         run = lambda leaves, seed: rounded(program, leaves, seed)  # noqa: E731
-        run = _arrays_of(run) if self._is_repetitive else jit_by_size(program)(run)
+        jit = jit_by_size(program)
+        run = ByPieces(run, jit) if self._is_repetitive else jit(run)
         runs = (self._rows(run(self.leaves, jnp.uint32(i)), False) for i in range(1, 1 + RUNS))
         sketches = {i: rows[i].numbers.sketch for kind in kinds for i in record.of(kind)}
         known = {i: x for i, x in sketches.items() if x is not None}
@@ -171,7 +173,8 @@ class Recording:
     @functools.cached_property
     def _compiled(self) -> Callable[[list], list]:
         if self._is_repetitive:
-            return _arrays_of(lambda leaves: evaluate(self.traced.program, leaves, Inlined()))
+            run = lambda leaves: evaluate(self.traced.program, leaves, Inlined())  # noqa: E731
+            return ByPieces(run, jax.jit)
         return self._jitted(Hook())
 
     @functools.cached_property
@@ -219,11 +222,6 @@ class Recording:
 def _copies(sketch: Any, known: np.ndarray) -> np.ndarray:
     """A sketch on all devices, or on one if that is known of a row."""
     return sketch if sketch.shape == known.shape else one_copy(sketch)
-
-
-def _arrays_of(run: Callable[..., list]) -> Callable[..., list]:
-    """The run without `jax.jit`, some of whose results may be literals of its program."""
-    return lambda *inputs: list(map(jnp.asarray, run(*inputs)))
 
 
 def recording_of(

@@ -14,8 +14,6 @@ from clipgrad._programs import entrances as entrances  # registers how programs 
 from clipgrad._programs.closures import closing_functions as closing_functions
 from clipgrad._programs.closures import watched as watched
 from clipgrad._programs.closures import with_explicit_closures as with_explicit_closures
-from clipgrad._programs.compiled import Inlined as Inlined
-from clipgrad._programs.compiled import is_repetitive as is_repetitive
 from clipgrad._programs.compiled import jit_by_size as jit_by_size
 from clipgrad._programs.compiled import low_jit as low_jit
 from clipgrad._programs.compiled import settings_of_runs as settings_of_runs
@@ -87,6 +85,9 @@ from clipgrad._programs.numeric import is_move as is_move
 from clipgrad._programs.numeric import is_print as is_print
 from clipgrad._programs.numeric import numeric_of as numeric_of
 from clipgrad._programs.numeric import use_of as use_of
+from clipgrad._programs.pieces import ByPieces as ByPieces
+from clipgrad._programs.pieces import Inlined as Inlined
+from clipgrad._programs.pieces import is_repetitive as is_repetitive
 from clipgrad._programs.programs import axis_lengths as axis_lengths
 from clipgrad._programs.programs import device_count as device_count
 from clipgrad._programs.programs import differentiated_programs as differentiated_programs

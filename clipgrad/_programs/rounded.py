@@ -261,8 +261,9 @@ class _Rounding(Hook):
         precision = equation.params.get("precision") or lax.Precision.DEFAULT
         first = precision[0] if isinstance(precision, tuple) else precision
         known = PASSES.get(getattr(first, "name", "")) if single else None
-        coarse = known and jnp.asarray([0.0, *known], jnp.float32)[self.platform]
-        return eps if coarse is None else jnp.maximum(coarse, eps)
+        if not known:
+            return eps
+        return lax.select_n(self.platform, *(jnp.float32(max(e, eps)) for e in (0.0, *known)))
 
 
 def _platform() -> Any:
