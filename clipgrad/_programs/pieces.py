@@ -5,6 +5,7 @@ the time of a few. Cuts depend on the operations around them alone, so that laye
 """
 
 import functools
+import math
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -112,7 +113,7 @@ class ByPieces:
 def pieces_of(program: Any, jit: Callable[[Callable], Callable]) -> list[Piece]:
     """The pieces of a program whose equations hold no programs but calls that stay whole."""
     jaxpr = opened(program)[0]
-    equations = jaxpr.eqns
+    equations = _late(jaxpr)
     operations = list(map(_operation_of, equations))
     uses = {v: i for i, e in enumerate(equations) for v in e.invars if type(v) is not Literal}
     uses |= {v: len(equations) for v in jaxpr.outvars if type(v) is not Literal}
@@ -128,6 +129,44 @@ def pieces_of(program: Any, jit: Callable[[Callable], Callable]) -> list[Piece]:
         freed = [v for v in inputs if uses[v] < end]
         pieces.append(Piece(run, inputs, list(outputs), freed))
     return pieces
+
+
+def _late(jaxpr: Any) -> list[JaxprEqn]:
+    """The operations of a program, each behind those that do not need it, where that takes no room.
+
+    JAX computes in the forward pass what only the backward pass reads, such as the factors of a
+    derivative. XLA does so later, from fewer arrays, which are all that has to be kept.
+    """
+    end = len(jaxpr.eqns)
+    kept = {v for v in (*jaxpr.invars, *jaxpr.constvars) if type(v) is not Literal}
+    first = {v: end for v in jaxpr.outvars if type(v) is not Literal}
+    last = dict(first)
+    for i, equation in enumerate(jaxpr.eqns):
+        last |= {v: max(i, last.get(v, -1)) for v in _read(equation)}
+    keys = []
+    for i in reversed(range(end)):
+        equation = jaxpr.eqns[i]
+        at = min((first[v] for v in equation.outvars if v in first), default=i)
+        longer = [v for v in _read(equation) - kept if last[v] < at]
+        is_moved = not equation.effects and sum(map(_bytes, longer)) <= sum(
+            map(_bytes, equation.outvars)
+        )
+        at = at if is_moved else i
+        for v in _read(equation):
+            first[v], last[v] = min(at, first.get(v, end)), max(at, last[v])
+        keys.append((at, at == i, i))
+    return [jaxpr.eqns[i] for *_, i in sorted(keys)]
+
+
+def _read(equation: JaxprEqn) -> set[Var]:
+    return {v for v in equation.invars if type(v) is not Literal}
+
+
+def _bytes(v: Var) -> int:
+    aval: Any = v.aval
+    return math.prod(getattr(aval, "shape", ())) * getattr(
+        getattr(aval, "dtype", None), "itemsize", 0
+    )
 
 
 def _wired(part: Sequence[JaxprEqn]) -> tuple[list[Var], list]:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxpr_as_fun
 
+import clipgrad as cg
 from clipgrad._compare import recording, sketches
 from clipgrad._compare.judge import floor_of, judge_sketches
 from clipgrad._compare.loss_recording import recorded_by_all, recorded_loss
@@ -185,6 +186,44 @@ def test_a_comparison_by_lines_takes_at_most_half_more_memory_than_a_gradient(mo
     most = 1.5 * memory_of(plain) + 2048 * len(made.record.rows)
     for form in forms:
         assert memory_of(form) < most
+
+
+@pytest.mark.slow
+def test_a_comparison_piece_by_piece_takes_at_most_half_more_memory_than_a_gradient(monkeypatch):
+    """The arrays that live while the pieces run, of the program and of its rounding."""
+    live = []
+
+    def watched(jit):
+        def compiled(function):
+            run = jit(function)
+
+            def watching(*inputs):
+                outputs = run(*inputs)
+                live.append(sum(x.nbytes for x in jax.live_arrays()))
+                return outputs
+
+            return watching
+
+        return compiled
+
+    by_pieces = recording.ByPieces
+    monkeypatch.setattr(recording, "ByPieces", lambda run, jit: by_pieces(run, watched(jit)))
+    monkeypatch.setattr(recording, "_most_whole", lambda record: 0)
+
+    def loss(ws, x, times=1.0):
+        for i, w in enumerate(ws):
+            h = x @ w
+            h = jnp.tanh(h)
+            h = h * times if i == 12 else h
+            x = x + h
+        return jnp.mean(x**2)
+
+    args = list(jnp.ones((24, 64, 64)) / 64), jnp.ones((1024, 64))
+    plain = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*args)
+    before = sum(x.nbytes for x in jax.live_arrays())
+    comparison = cg.compare(loss, lambda ws, x: loss(ws, x, 1.01), args)
+    assert comparison.findings[0].kind == "value"
+    assert max(live) - before < 1.5 * memory_of(plain), (max(live), before, memory_of(plain))
 
 
 def memory_of(lowered):

@@ -1,0 +1,118 @@
+"""Programs that run piece by piece, equal pieces compiled once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from clipgrad._programs import ByPieces, is_repetitive
+
+W = jnp.asarray(np.random.default_rng(0).normal(size=(3, 3)) * 0.5, jnp.float32)
+X = jnp.asarray(np.random.default_rng(1).normal(size=(4, 3)), jnp.float32)
+
+
+def layers(count, fault=None):
+    def loss(w, x):
+        for i in range(count):
+            x = jnp.tanh(x @ w + 0.5)
+            x = x * 1.25 if i == fault else x
+        return jnp.mean(x**2)
+
+    return lambda w, x: list(jax.value_and_grad(loss)(w, x))
+
+
+class Counted:
+    """A `jit` that counts what it compiles."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, function):
+        self.count += 1
+        return jax.jit(function)
+
+
+def assert_same(function, *inputs, jit=jax.jit):
+    for own, its in zip(ByPieces(function, jit)(*inputs), function(*inputs), strict=True):
+        assert (own.dtype, own.shape, own.weak_type) == (its.dtype, its.shape, its.weak_type)
+        np.testing.assert_allclose(own, its, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_four_times_as_many_layers_are_as_many_compiled_pieces():
+    few, many = Counted(), Counted()
+    assert_same(layers(20), W, X, jit=few)
+    assert_same(layers(80), W, X, jit=many)
+    assert 2 < few.count == many.count < 10
+
+
+@pytest.mark.slow
+def test_a_second_version_compiles_what_differs():
+    jit = Counted()
+    first = ByPieces(layers(30), jit)
+    first(W, X)
+    before = jit.count
+    second = ByPieces(layers(30), jit)
+    second(W, X)
+    assert jit.count == before
+    assert_same(layers(30, fault=14), W, X, jit=jit)
+    assert before < jit.count < 3 * before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_operands_in_any_order_are_those_of_the_program(seed):
+    """The same operations, wired otherwise from piece to piece, with other constants."""
+    random = np.random.default_rng(seed)
+    operations = [
+        (*random.choice(4, 2), random.choice([0.5, 0.25]), random.integers(4)) for _ in range(60)
+    ]
+
+    def wired(x, y):
+        values = [x, y, x + y, x * y]
+        for i, j, scale, to in operations:
+            values[to] = jnp.sin(values[i] - values[j] * scale)
+        return [*values, x, jnp.float32(2), values[0]]
+
+    assert_same(wired, X, X + 1)
+
+
+def test_a_program_that_repeats_nothing_and_one_with_a_scan_are_compiled_whole():
+    def varied(x):
+        for i in range(2, 40):
+            x = jnp.sin(jnp.ones((i, x.shape[0])) @ x)
+        return x
+
+    assert is_repetitive(jax.make_jaxpr(layers(30))(W, X))
+    assert not is_repetitive(jax.make_jaxpr(varied)(X))
+    assert not is_repetitive(jax.make_jaxpr(lambda x: x)(X))
+
+    def scanned(x):
+        for _ in range(30):
+            x = jax.lax.scan(lambda x, _: (x + 1, None), x, length=2)[0]
+        return x
+
+    assert not is_repetitive(jax.make_jaxpr(scanned)(X))
+
+
+@pytest.mark.slow
+def test_what_nothing_reads_any_more_is_freed():
+    """The arrays that live while it runs are those that the gradient as one program has."""
+    live = []
+
+    def watched(function):
+        compiled = jax.jit(function)
+
+        def run(*inputs):
+            outputs = compiled(*inputs)
+            live.append(sum(x.nbytes for x in jax.live_arrays()))
+            return outputs
+
+        return run
+
+    w, x = jnp.ones((64, 64)) / 64, jnp.ones((512, 64))
+    function = layers(40)
+    sizes = jax.jit(function).lower(w, x).compile().memory_analysis()
+    before = sum(x.nbytes for x in jax.live_arrays())
+    ByPieces(function, watched)(w, x)
+    assert max(live) - before < 1.25 * (sizes.temp_size_in_bytes + sizes.output_size_in_bytes)
