@@ -226,4 +226,15 @@ def _operation_of(equation: JaxprEqn) -> tuple:
         return name, types
     if is_jit(equation):  # JAX traces a function once for all operands of some types
         return name, types, equation.params["name"], id(called_program(equation))
-    return name, types, str(equation.params), str(equation.ctx), equation.primitive
+    text = str(equation.params), str(equation.ctx)
+    return name, types, *text, equation.primitive, _options(equation)
+
+
+def _options(equation: JaxprEqn) -> Any:
+    """The options of an operation as what they are: the text of a long array leaves numbers out."""
+    options = tuple(equation.params.items())
+    try:
+        hash(options)
+    except TypeError:
+        return id(equation)
+    return options

@@ -116,3 +116,26 @@ def test_what_nothing_reads_any_more_is_freed():
     before = sum(x.nbytes for x in jax.live_arrays())
     ByPieces(function, watched)(w, x)
     assert max(live) - before < 1.25 * (sizes.temp_size_in_bytes + sizes.output_size_in_bytes)
+
+
+class Shift:
+    """A callback whose text says nothing of its number."""
+
+    def __init__(self, by):
+        self.by = by
+
+    def __repr__(self):
+        return "shift"
+
+    def __call__(self, x):
+        return np.asarray(x) + np.float32(self.by)
+
+
+def test_options_of_the_same_text_are_not_the_same():
+    def shifted(x):
+        for i in range(8):
+            x = jnp.sin(x) * 0.5 + jnp.cos(x)
+            x = jax.pure_callback(Shift(i), jax.typeof(x), x)
+        return [x]
+
+    assert_same(shifted, X)
