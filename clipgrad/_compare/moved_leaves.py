@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from clipgrad._arrays import widened_leaf
+from clipgrad._compare.common_pieces import Leaf, Piece, common_pieces
 from clipgrad._compare.leaf_pairs import Names, leaf_pairs
 from clipgrad._compare.pairs import Pair
-from clipgrad._compare.common_pieces import Leaf, Piece, common_pieces
 from clipgrad._compare.record import Record
 from clipgrad._compare.recording import Recording
 from clipgrad._compare.row_numbers import host_array
