@@ -32,6 +32,7 @@ from clipgrad._check.points import cotangents, further, point_at
 from clipgrad._check.report import Failure, GradCheckError, GradCheckReport, percent
 from clipgrad._check.selection import Selector
 from clipgrad._check.tolerances import ANY_ORDER, MASK, precision
+from clipgrad._check.traced_again import is_traced_alike
 from clipgrad._check.untested import note_stops, note_unused_rules
 from clipgrad._check.user_code import NotNearby, UserError, call_user
 from clipgrad._check.verdict import UNSEEN
@@ -318,7 +319,8 @@ def _note_half_precision(log: Log) -> None:
 
 def _differentiated(function: CheckedFunction, log: Log) -> VJP | None:
     """The VJP, if what must hold does before numbers mean anything."""
-    again, u = call_user(function.fun, function.inputs), _covectors(function, log)[0]
+    is_alike, u = is_traced_alike(function), _covectors(function, log)[0]
+    again = function.outputs if is_alike else call_user(function.fun, function.inputs)
     log.evaluations += 3
     if contract.primal(function, again, "again", 0.0 if are_on_cpu(again) else ANY_ORDER):
         text = "two calls of the function give different values (randomness or side effects?)"

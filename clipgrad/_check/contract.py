@@ -1,5 +1,6 @@
 """The contract of differentiation: values, dtypes and shapes, and that all is finite."""
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -66,13 +67,23 @@ def integers(function: CheckedFunction, covector: np.ndarray) -> list[Failure]:
     """Inputs that are not floats get a cotangent of type float0."""
     if all(map(holds_floats, function.arrays)):
         return []
-    _, pull = call_user(jax.vjp, function.whole, function.arrays)
-    cotangents = call_user(pull, vectors.cotangent_leaves(covector, function.outputs))[0]
     return [
-        Failure("cotangent", "integer input", f"its cotangent has dtype {ct.dtype}, not float0")
-        for x, ct in zip(function.arrays, cotangents, strict=True)
-        if not holds_floats(x) and ct.dtype != jax.dtypes.float0
+        Failure("cotangent", "integer input", f"its cotangent has dtype {dtype}, not float0")
+        for x, dtype in zip(function.arrays, _cotangent_types(function, covector), strict=True)
+        if not holds_floats(x) and dtype != jax.dtypes.float0
     ]
+
+
+def _cotangent_types(function: CheckedFunction, covector: np.ndarray) -> list:
+    """The types of the cotangents of all arrays, in a trace if there is one: nothing is computed."""
+    seen = []
+
+    def pull_back(xs, cotangents):
+        seen[:] = [ct.dtype for ct in jax.vjp(function.whole, xs)[1](cotangents)[0]]
+
+    call = pull_back if function.program is None else functools.partial(jax.eval_shape, pull_back)
+    call_user(call, function.arrays, vectors.cotangent_leaves(covector, function.outputs))
+    return seen
 
 
 def finite_values(function: CheckedFunction) -> list[Failure]:

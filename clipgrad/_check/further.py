@@ -42,7 +42,7 @@ def _check_at(point: Point, log: Log, k: int, where: str, keeps: bool) -> bool:
     witnesses, seed = point.witnesses, log.options.seed + k
     nearby = Neighborhood(point.nearby.evaluation, further(witnesses.function, seed, keeps))
     try:
-        vjp = differentiated(witnesses.function, nearby.xs)
+        vjp = witnesses.differentiated_again(nearby.xs)
         there = point_at(witnesses, vjp, nearby, point.covectors, log.options)
         log.measured(there)
         _ = nearby.base

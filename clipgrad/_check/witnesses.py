@@ -13,6 +13,7 @@ from clipgrad._check.checked_function import CheckedFunction
 from clipgrad._check.float64 import Unsupported, Wide, in_float64
 from clipgrad._check.slopes import Evaluation, Neighborhood, spread
 from clipgrad._check.tolerances import RUNS_OF_GRADIENT, narrowest
+from clipgrad._check.traced_again import CompiledVJP, has_rules, is_compiled_anew
 from clipgrad._check.user_code import UserError, call_compiled, call_user
 from clipgrad._programs import Parts, rounded_in_float64
 
@@ -20,11 +21,15 @@ Call = Callable[[list, _programs.Hook | None], Any]
 
 
 class VJP(NamedTuple):
-    """The result of `jax.vjp` at one point: the outputs, and the map from cotangents."""
+    """The result of `jax.vjp` at one point: the outputs, and the map from cotangents.
+
+    `is_compiled` tells whether it is one program, or JAX's operations one by one.
+    """
 
     outputs: list[jax.Array]
     pull: Callable[[Sequence], tuple]
     like: Sequence[jax.Array]
+    is_compiled: bool = False
 
     def __call__(self, covector: np.ndarray) -> np.ndarray:
         """The real gradient for a real cotangent vector, as it is computed."""
@@ -102,6 +107,7 @@ class Witnesses(NamedTuple):
       narrow: the narrowest type that the function computes in.
       is_ruled: whether it has a rule that is not of JAX's own operations.
       loops: whether it holds a loop that stops by its numbers.
+      compiled: the VJP as one program, where each call of the function compiles its loops.
     """
 
     function: CheckedFunction
@@ -111,6 +117,15 @@ class Witnesses(NamedTuple):
     narrow: str
     is_ruled: bool
     loops: bool = False
+    compiled: CompiledVJP | None = None
+
+    def differentiated_again(self, xs: Sequence[Any]) -> VJP:
+        """`differentiated` at a point, after it was so once: without compiling the same again."""
+        like, compiled = self.function.outputs, self.compiled
+        if compiled is None or not compiled.is_the_same_at(xs):
+            return differentiated(self.function, xs)
+        outputs, _ = compiled.run(xs, [y * 0 for y in like])
+        return VJP(outputs, lambda u: (compiled.run(xs, u)[1],), like, is_compiled=True)
 
 
 def find_neighborhood(
@@ -146,7 +161,8 @@ def find_witnesses(
         plain = _plain_ad(function, first)
         rule = plain if of_function is None and not is_ruled else _rule(function, notes)
     narrow, loops = narrowest([*function.dtypes, *types]), _stops_by_numbers(program)
-    return Witnesses(function, rule, plain, here, narrow, is_ruled, loops)
+    compiled = _compiled_vjp(function) if of_function is None else None
+    return Witnesses(function, rule, plain, here, narrow, is_ruled, loops, compiled)
 
 
 def _plain_ad(function: CheckedFunction, evaluated: Call | None) -> Witness | None:
@@ -174,12 +190,11 @@ def _rule(function: CheckedFunction, notes: list[str]) -> Witness | None:
         return None
 
 
-def has_rules(function: CheckedFunction) -> bool:
-    """Whether a derivative rule is not one of JAX's primitives, as far as can be seen."""
-    if function.program is None:
-        return True
-    equations = _programs.equations(function.program)
-    return any(_programs.is_foreign(e) or _programs.has_own_derivative(e) for e in equations)
+def _compiled_vjp(function: CheckedFunction) -> CompiledVJP | None:
+    try:
+        return CompiledVJP(function) if is_compiled_anew(function) else None
+    except UserError:
+        return None
 
 
 def _stops_by_numbers(program: Any) -> bool:

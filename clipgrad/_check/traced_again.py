@@ -1,0 +1,109 @@
+"""A function that runs again, where that would compile its loops again.
+
+Outside of `jax.jit` a loop is compiled at each call, since its body is a new function each time.
+What a function without rules computes is what its trace says. So its Python runs again in a trace,
+and if that is the same program, the program that is compiled already has the numbers.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+import clipgrad._programs as _programs
+from clipgrad._check.checked_function import CheckedFunction, Leaves, traced
+from clipgrad._check.user_code import UserError, call_compiled, call_user
+
+
+def is_compiled_anew(function: CheckedFunction) -> bool:
+    """Whether JAX compiles a loop at each call of a function, whose derivative is JAX's alone."""
+    if function.program is None or has_rules(function):
+        return False
+    return _holds_loops(function.program)
+
+
+def has_rules(function: CheckedFunction) -> bool:
+    """Whether a derivative rule is not one of JAX's primitives, as far as can be seen."""
+    if function.program is None:
+        return True
+    equations = _programs.equations(function.program)
+    return any(_programs.is_foreign(e) or _programs.has_own_derivative(e) for e in equations)
+
+
+def is_traced_alike(function: CheckedFunction) -> bool:
+    """Whether the Python of a function that JAX compiles anew is again the same program."""
+    if not is_compiled_anew(function):
+        return False
+    return is_same_program(traced(function.fun, function.inputs), function.program)
+
+
+def is_same_program(a: Any, b: Any) -> bool:
+    """Whether two traces compute the same from the same arguments: their texts and constants."""
+    if a is None or b is None or str(a) != str(b):
+        return False
+    pairs = list(zip(_constants(a), _constants(b), strict=True))
+    return all(x is y or _has_same_bits(x, y) for x, y in pairs)
+
+
+class CompiledVJP:
+    """Value and gradient of a function as one program, traced at once and compiled when it runs.
+
+    Args:
+      function: the function.
+
+    Raises:
+      UserError: it cannot be traced.
+    """
+
+    def __init__(self, function: CheckedFunction):
+        self._function, self._run = function, _value_and_gradient(function)
+        self._program = self._traced(self._run, function.inputs)
+
+    def run(self, xs: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Leaves, Leaves]:
+        """The outputs and the gradient by a cotangent."""
+        return call_compiled(self._run, list(xs), list(cotangents))
+
+    def is_the_same_at(self, xs: Sequence[Any]) -> bool:
+        """Whether the function's Python, which runs again, is the same program at a point."""
+        try:
+            again = self._traced(_value_and_gradient(self._function), xs)
+        except UserError:
+            return False
+        return is_same_program(again, self._program)
+
+    def _traced(self, run: Any, xs: Sequence[Any]) -> Any:
+        like = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in self._function.outputs]
+        return call_user(lambda: run.trace(list(xs), like).jaxpr)
+
+
+def _value_and_gradient(function: CheckedFunction) -> Callable:
+    def run(xs, cotangents):
+        outputs, pull = jax.vjp(function.fun, xs)
+        return outputs, pull(cotangents)[0]
+
+    return _programs.low_jit(run)
+
+
+def _holds_loops(program: Any) -> bool:
+    """Whether a program holds programs but in a `jit`, which keeps what it has compiled."""
+    held = [(e, _programs.held_programs(e)) for e in _programs.opened(program)[0].eqns]
+    return any(
+        inner and (not _programs.is_jit(e) or any(map(_holds_loops, inner))) for e, inner in held
+    )
+
+
+def _constants(program: Any) -> Iterator[Any]:
+    """The constants of a program and of those in it, in order."""
+    yield from _programs.opened(program)[1]
+    for equation in _programs.opened(program)[0].eqns:
+        for inner in _programs.held_programs(equation):
+            yield from _constants(inner)
+
+
+def _has_same_bits(x: Any, y: Any) -> bool:
+    if getattr(x, "dtype", None) != getattr(y, "dtype", None) or np.shape(x) != np.shape(y):
+        return False
+    if not hasattr(x, "dtype") or jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+        return False
+    return np.asarray(x).tobytes() == np.asarray(y).tobytes()
