@@ -75,7 +75,7 @@ def integers(function: CheckedFunction, covector: np.ndarray) -> list[Failure]:
 
 
 def _cotangent_types(function: CheckedFunction, covector: np.ndarray) -> list:
-    """The types of the cotangents of all arrays, in a trace if there is one: nothing is computed."""
+    """The types of the cotangents of all arrays; in a trace, where there can be one."""
     seen = []
 
     def pull_back(xs, cotangents):

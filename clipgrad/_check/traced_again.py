@@ -13,7 +13,7 @@ import numpy as np
 
 import clipgrad._programs as _programs
 from clipgrad._check.checked_function import CheckedFunction, Leaves, traced
-from clipgrad._check.user_code import UserError, call_compiled, call_user
+from clipgrad._check.user_code import call_compiled, call_user
 
 
 def is_compiled_anew(function: CheckedFunction) -> bool:
@@ -46,6 +46,9 @@ def is_same_program(a: Any, b: Any) -> bool:
     return all(x is y or _has_same_bits(x, y) for x, y in pairs)
 
 
+Run = Callable[[Sequence[Any], Sequence[Any]], tuple[Leaves, Leaves]]
+
+
 class CompiledVJP:
     """Value and gradient of a function as one program, traced at once and compiled when it runs.
 
@@ -57,20 +60,25 @@ class CompiledVJP:
     """
 
     def __init__(self, function: CheckedFunction):
-        self._function, self._run = function, _value_and_gradient(function)
-        self._program = self._traced(self._run, function.inputs)
+        self._function, self._first = function, _value_and_gradient(function)
+        self._program = self._traced(self._first, function.inputs)
 
-    def run(self, xs: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Leaves, Leaves]:
-        """The outputs and the gradient by a cotangent."""
-        return call_compiled(self._run, list(xs), list(cotangents))
+    def first(self, xs: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Leaves, Leaves]:
+        """The outputs and the gradient by a cotangent, of the program that was traced first."""
+        return call_compiled(self._first, list(xs), list(cotangents))
 
-    def is_the_same_at(self, xs: Sequence[Any]) -> bool:
-        """Whether the function's Python, which runs again, is the same program at a point."""
-        try:
-            again = self._traced(_value_and_gradient(self._function), xs)
-        except UserError:
-            return False
-        return is_same_program(again, self._program)
+    def again(self, xs: Sequence[Any]) -> Run:
+        """The same, of the function as its Python, which runs again, is at a point.
+
+        What was traced again is compiled only if it is another program.
+
+        Raises:
+          UserError: it cannot be traced again.
+        """
+        run = _value_and_gradient(self._function)
+        if is_same_program(self._traced(run, xs), self._program):
+            return self.first
+        return lambda xs, cotangents: call_compiled(run, list(xs), list(cotangents))
 
     def _traced(self, run: Any, xs: Sequence[Any]) -> Any:
         like = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in self._function.outputs]

@@ -21,15 +21,11 @@ Call = Callable[[list, _programs.Hook | None], Any]
 
 
 class VJP(NamedTuple):
-    """The result of `jax.vjp` at one point: the outputs, and the map from cotangents.
-
-    `is_compiled` tells whether it is one program, or JAX's operations one by one.
-    """
+    """The result of `jax.vjp` at one point: the outputs, and the map from cotangents."""
 
     outputs: list[jax.Array]
     pull: Callable[[Sequence], tuple]
     like: Sequence[jax.Array]
-    is_compiled: bool = False
 
     def __call__(self, covector: np.ndarray) -> np.ndarray:
         """The real gradient for a real cotangent vector, as it is computed."""
@@ -121,11 +117,11 @@ class Witnesses(NamedTuple):
 
     def differentiated_again(self, xs: Sequence[Any]) -> VJP:
         """`differentiated` at a point, after it was so once: without compiling the same again."""
-        like, compiled = self.function.outputs, self.compiled
-        if compiled is None or not compiled.is_the_same_at(xs):
+        if self.compiled is None:
             return differentiated(self.function, xs)
-        outputs, _ = compiled.run(xs, [y * 0 for y in like])
-        return VJP(outputs, lambda u: (compiled.run(xs, u)[1],), like, is_compiled=True)
+        run, like = self.compiled.again(xs), self.function.outputs
+        outputs, _ = run(xs, [y * 0 for y in like])
+        return VJP(outputs, lambda u: (run(xs, u)[1],), like)
 
 
 def find_neighborhood(

@@ -1,0 +1,86 @@
+"""How many programs a check compiles, and that what runs again is told where it is another one."""
+
+import jax
+import jax.monitoring
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import clipgrad as cg
+from clipgrad._check.traced_again import is_same_program
+from tests.check.check_zoo import normal
+
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+@pytest.fixture
+def compiled():
+    """The names of the programs that XLA compiles meanwhile."""
+    names = []
+
+    def listen(event, seconds, **facts):
+        if event == COMPILED:
+            names.append(str(facts["fun_name"]))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def layers(weights, x, position):
+    """A loss of scanned layers, which also takes an integer."""
+    h, _ = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, weights)
+    return (h**2).sum() * position
+
+
+def test_the_loop_of_a_loss_is_compiled_three_times_outside_of_jit(compiled):
+    # The loss, its derivative and that one's transpose; an integer makes the check ask for types.
+    args = normal(3, 2, 3, 3, dtype=jnp.float32), jnp.ones((2, 3)), 2
+    assert cg.check_grads(lambda *args: layers(*args), args, wrt=0).ok
+    assert len([name for name in compiled if "scan" in name]) == 3
+
+
+def scanned(scale):
+    return lambda x: lax.scan(lambda h, _: (h * scale(), None), x, length=2)[0]
+
+
+CHANGED = {
+    "a number": lambda k: float(k),
+    "an array": lambda k: np.full(3, float(k), np.float32),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGED)
+def test_a_loop_that_changes_with_each_call_is_not_deterministic(kind):
+    calls = []
+    changing = scanned(lambda: calls.append(1) or CHANGED[kind](len(calls)))
+    report = cg.check_grads(changing, (jnp.ones(3),), raise_on_failure=False)
+    assert "determinism" in {failure.check for failure in report.failures}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", range(2, 8))
+def test_a_loop_whose_derivative_is_another_at_any_one_call_fails(wrong):
+    calls = []
+
+    def changing(x):
+        calls.append(1)
+        stop = lax.stop_gradient if len(calls) == wrong else lambda x: x
+        return lax.scan(lambda h, _: (h * stop(x), None), x, length=2)[0]
+
+    assert not cg.check_grads(changing, (jnp.ones(3) * 1.5,), raise_on_failure=False).ok
+    assert len(calls) >= wrong
+
+
+def test_programs_are_the_same_if_texts_and_all_constants_are():
+    def program(a, b):
+        inner = jax.jit(lambda x: x * a)
+        return jax.make_jaxpr(lambda x: inner(x) + b)(jnp.ones(2))
+
+    one, two = np.ones(2, np.float32), np.full(2, 2.0, np.float32)
+    assert is_same_program(program(one, one), program(one.copy(), one.copy()))
+    assert not is_same_program(program(one, one), program(two, one))
+    assert not is_same_program(program(one, one), program(one, two))
+    assert not is_same_program(program(one, 1.0), program(one, 2.0))
+    assert not is_same_program(program(one, one), None)
