@@ -18,9 +18,10 @@ from clipgrad._check.user_code import call_compiled, call_user
 
 def is_compiled_anew(function: CheckedFunction) -> bool:
     """Whether JAX compiles a loop at each call of a function, whose derivative is JAX's alone."""
-    if function.program is None or has_rules(function):
+    program = function.program
+    if program is None or has_rules(function) or _programs.side_effects(program):
         return False
-    return _holds_loops(function.program)
+    return _holds_loops(program)
 
 
 def has_rules(function: CheckedFunction) -> bool:

@@ -60,6 +60,18 @@ def test_a_loop_that_changes_with_each_call_is_not_deterministic(kind):
 
 
 @pytest.mark.slow
+def test_a_loop_beside_a_counter_that_it_counts_up_is_not_deterministic():
+    count = jax.new_ref(jnp.zeros(()))
+
+    def counting(x):
+        count[...] += 1
+        return scanned(lambda: x)(x) + count[...]
+
+    report = cg.check_grads(counting, (jnp.ones(3),), raise_on_failure=False)
+    assert "determinism" in {failure.check for failure in report.failures}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", range(2, 8))
 def test_a_loop_whose_derivative_is_another_at_any_one_call_fails(wrong):
     calls = []
