@@ -72,10 +72,8 @@ def _by_size(record: Record, by_path: ByPath, known: set[int]) -> ByPath:
 
 def ends_of_leaves(record: Record) -> list[str]:
     """The paths of the leaves, from each of their segments on, by which `names=` may call them."""
-    paths = [
-        path for kind in RESULTS for by in _paths_by_argument(record, kind).values() for path in by
-    ]
-    parts = [path.split("/") for path in paths]
+    groups = _paths_by_argument(record, "gradient" if record.is_loss else "output").values()
+    parts = [path.split("/") for by_path in groups for path in by_path if path]
     return list(dict.fromkeys("/".join(p[i:]) for p in parts for i in range(len(p))))
 
 

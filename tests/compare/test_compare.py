@@ -233,11 +233,15 @@ def test_names_that_differ_are_matched_by_names():
         small(), small(name="other", scale=1.1), ARGS, names={"hidden": "other"}
     )
     assert not comparison.unmatched and comparison.findings[0].module == "hidden"
-    with pytest.raises(ValueError, match="names: got 'hiden', expected the path of a value in fun"):
+    with pytest.raises(
+        ValueError, match="got 'hiden', expected the path of a value or of a leaf in"
+    ):
         cg.compare(small(), small(name="other"), ARGS, names={"hiden": "other"})
     for names in ({"hidden": "othr"}, {"h*": "*r"}):
         (target,) = map(re.escape, names.values())
-        with pytest.raises(ValueError, match=f"names: got '{target}' for .*path of a value in oth"):
+        with pytest.raises(
+            ValueError, match=f"names: got '{target}' for .*value or of a leaf in oth"
+        ):
             cg.compare(small(), small(name="other"), ARGS, names=names)
 
 
