@@ -69,7 +69,7 @@ def test_fused_leaves_are_compared(name, dtype, is_first):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", models.PAIRS)
 def test_fused_leaves_of_other_names_are_compared(name):
-    comparison = compared(models.of_other_names(*models.pair_of(name, dtype="bfloat16")))
+    comparison = compared(models.of_other_names(*models.pair_of(name)))
     assert comparison.ok and "gradient" not in str(comparison.unmatched), comparison
 
 
