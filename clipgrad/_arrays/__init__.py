@@ -45,6 +45,7 @@ from clipgrad._arrays.numbers import larger as larger
 from clipgrad._arrays.numbers import largest as largest
 from clipgrad._arrays.numbers import over as over
 from clipgrad._arrays.numbers import real_or_absolute as real_or_absolute
+from clipgrad._arrays.numbers import scaled_to as scaled_to
 from clipgrad._arrays.numbers import times as times
 from clipgrad._arrays.numbers import to_bits as to_bits
 from clipgrad._arrays.numbers import widest as widest

@@ -33,6 +33,7 @@ from clipgrad._arrays.numbers import (
     nan_unless,
     one_program_if_eager,
     over,
+    quotient,
     real_or_absolute,
     real_product,
     square,
@@ -49,6 +50,7 @@ from clipgrad._arrays.ranges import (
     scale_of_plain,
     scaled_square,
     three_squares,
+    toward_one,
     unless_plain,
 )
 from clipgrad._arrays.sums import (
@@ -99,17 +101,18 @@ class Norm(NamedTuple):
 
     def exceeds(self, limit: jax.Array) -> jax.Array:
         """Whether the norm is above the limit, or not finite."""
-        return ~(jnp.isfinite(self.root) & _is_at_most(self.root, self.scale, limit))
+        return ~(jnp.isfinite(self.root) & (self.root <= self.scaled(limit)))
 
-    def is_within(self, limit: jax.Array) -> jax.Array:
-        """Whether what has this norm stays as it is: the divisor is at most the limit."""
-        return _is_at_most(self.divisor, self.scale, limit)
+    def scaled(self, limit: jax.Array) -> jax.Array:
+        """A limit of the norm as one of the divisor."""
+        return _scaled(limit, self.scale)
 
 
-# Under jax_debug_infs the scaled limit may be inf in it.
+# Under jax_debug_infs the product may be inf in it; outside, 0 times inf would be a derivative.
 @one_program_if_eager
-def _is_at_most(root: jax.Array, scale: jax.Array, limit: jax.Array) -> jax.Array:
-    return root <= limit * scale
+def _scaled(limit: jax.Array, scale: jax.Array) -> jax.Array:
+    product, most = limit * scale, float(jnp.finfo(limit.dtype).max)
+    return if_else(product > most, most, product)
 
 
 class _Kind(NamedTuple):
@@ -511,7 +514,9 @@ def _of_three(count: Any, down: jax.Array, plain: jax.Array, up: jax.Array) -> N
 def _rooted(count: Any, total: jax.Array, scale: jax.Array) -> Norm:
     total = _mean(count, total)
     finite = nan_unless(jnp.isfinite(total), total)
-    return Norm(jnp.sqrt(total), scale, jnp.sqrt(if_else(total == 0, _nothing(total), finite)))
+    root, divisor = jnp.sqrt(total), jnp.sqrt(if_else(total == 0, _nothing(total), finite))
+    factor = toward_one(root, scale)
+    return Norm(root * factor, scale * factor, divisor * factor)
 
 
 def _mean(count: Any, total: jax.Array) -> jax.Array:
@@ -568,7 +573,7 @@ def _weights_of_norms(
     # No scale at 0: twice the large one of small numbers would be inf in a second derivative.
     scales = groups.per_leaf([jnp.where(n.root == 0, 0, n.scale) for n in norms])
     units = [
-        over(times(with_real_dtype(g, r.dtype.name), s), r)
+        quotient(times(with_real_dtype(g, r.dtype.name), s), r)
         for g, s, r in zip(leaves, scales, roots, strict=True)
     ]
     sizes = [jnp.abs(jnp.where(u == 0, 1, u)) for u in units]

@@ -44,6 +44,40 @@ def over(leaf: jax.Array, divisor: jax.Array) -> jax.Array:
     return jax.lax.complex(leaf.real / divisor, leaf.imag / divisor)
 
 
+@jax.custom_jvp
+def quotient(leaf: jax.Array, divisor: jax.Array) -> jax.Array:
+    """``leaf / divisor``, whose derivative has no square of the divisor: it may be out of range."""
+    return over(leaf, divisor)
+
+
+@quotient.defjvp
+def _quotient_jvp(primals: Any, tangents: Any) -> Any:
+    (leaf, divisor), (dleaf, ddivisor) = primals, tangents
+    result = quotient(leaf, divisor)
+    return result, over(dleaf, divisor) - times(result, ddivisor / divisor)
+
+
+@jax.custom_jvp
+def scaled_to(leaf: jax.Array, divisor: jax.Array, limit: jax.Array) -> jax.Array:
+    """``leaf / divisor * limit``, whose derivatives have no power of the divisor.
+
+    In second derivatives these would be out of range. Of many divisors one reciprocal each: a
+    quotient of each element is what a CPU takes longest for.
+    """
+    parts = times(leaf, 1 / divisor) if divisor.ndim else over(leaf, divisor)
+    return times(parts, limit)
+
+
+@scaled_to.defjvp
+def _scaled_to_jvp(primals: Any, tangents: Any) -> Any:
+    (leaf, divisor, limit), (dleaf, ddivisor, dlimit) = primals, tangents
+    part = quotient(leaf, divisor)
+    # Of a small divisor it is not inf, of which 0 times would be a derivative.
+    factor = quotient(limit, jnp.maximum(divisor, limit * 2.0**-120))
+    dfactor = dlimit - factor * ddivisor
+    return scaled_to(leaf, divisor, limit), times(dleaf, factor) + times(part, dfactor)
+
+
 def increment_if(condition: jax.Array, count: Any) -> jax.Array:
     """``count``, one more where ``condition`` holds; it stops at the largest integer."""
     return jnp.where(condition, optax.safe_increment(count), count)

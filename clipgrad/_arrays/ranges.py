@@ -134,17 +134,33 @@ _LEAST_SQUARE = 2.0**-208
 def narrow_root(total: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Root, scale and divisor (see `Norm`) in float32 of a float64 sum of float32 squares.
 
-    The scale is a power of two near the third power of the inverse fourth root of the norm: so the
-    root is near that fourth root, whose powers second derivatives divide by, and all are in the
-    middle of the range. At inf the scale is 0, and makes the divisor NaN.
+    Of a norm below 1 the scale is a power of two near the third power of the inverse fourth root:
+    so the root is near that fourth root, whose powers second derivatives divide by. From 1 on it
+    is 1, but for norms without a reciprocal. At inf it is 0, and makes the divisor NaN.
     """
     safe = jnp.sqrt(if_else(total == 0, _LEAST_SQUARE, total))
-    power = jax.lax.reduce_precision(jnp.sqrt(jnp.sqrt(safe)), jnp.finfo(total.dtype).nexp, 0)
-    scale = 1 / (power * power * power)
+    small = jnp.minimum(_power_of_two(jnp.sqrt(jnp.sqrt(safe))), 1)
+    scale = 1 / (small * small * small * _power_of_two(jnp.maximum(safe * 2.0**-125, 1)))
     root = jnp.sqrt(total)
     root = if_else(scale > 0, root * scale, root)
     root, scale, divisor = (x.astype(jnp.float32) for x in (root, scale, safe * scale))
     return root, scale, divisor
+
+
+def _power_of_two(x: jax.Array) -> jax.Array:
+    return jax.lax.reduce_precision(x, jnp.finfo(x.dtype).nexp, 0)
+
+
+def toward_one(root: jax.Array, scale: jax.Array) -> jax.Array:
+    """A factor that makes a small scale of a root 1, or 2 ** -26 where the norm has no reciprocal.
+
+    So a limit is in range when it is multiplied by the scale; 2 ** 50 of the largest elements have
+    a norm of 2 ** 153.
+    """
+    largest, down = int(jnp.finfo(root.dtype).maxexp) - 2, _RANGES[root.dtype.name].down
+    one, whole = jnp.ones_like(root), jnp.full_like(root, 2.0**-down)
+    most = if_else(root < 2.0 ** (largest + down), whole, 2.0 ** (-26 - down))
+    return if_else(scale < 1, most, one)
 
 
 def scale_of_plain(plain: jax.Array) -> jax.Array:

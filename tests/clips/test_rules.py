@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import pickle
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,11 @@ import optax
 import pytest
 
 import clipgrad as cg
+from clipgrad._arrays import Norm
 from clipgrad._clip import MeasuringRule, known_rules
 from clipgrad._clip.limits import limits_by_leaf
 from clipgrad._clip.rule_thresholds import main_fields
+from clipgrad._clip.rules.measuring_rule import scaled_down
 from clipgrad._clip.rules.rule_fields import pytree_rule, threshold
 from tests.helpers import assert_close, stable_id
 from tests.rows import first_row
@@ -472,3 +475,63 @@ def test_axes_that_are_none_are_refused(axis):
     x = {"kernel": jnp.ones((2, 2))}
     with pytest.raises(TypeError, match="axis: got .* expected an int, a tuple of them or None"):
         cg.AdaptiveClip(axis=axis)(x, x)
+
+
+@pytest.mark.usefixtures("devices")
+@pytest.mark.parametrize("rule", [cg.ClipByGlobalNorm, cg.ClipByNorm, cg.ClipByBlockRMS])
+def test_a_limit_far_below_the_norm_is_reached(rule):
+    clip, unit = jax.jit(lambda limit, x: rule(limit)([x])[0]), np.linspace(-1, 1, 4)
+    norm = np.sqrt(np.mean(unit**2) if rule is cg.ClipByBlockRMS else np.sum(unit**2))
+    for size, limit in [(1e16, 1e-25), (1e30, 1e-33), (1e37, 1e-20), (3e38, 1e-20), (1e-30, 1e-35)]:
+        clipped = clip(np.float32(limit), np.float32(unit * size))
+        np.testing.assert_allclose(clipped, unit / norm * limit, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("devices")
+@pytest.mark.parametrize("rule", [cg.ClipByGlobalNorm, cg.ClipByNorm, cg.ClipByBlockRMS])
+def test_derivatives_of_a_clip_are_right_far_from_1(rule):
+    """Where the square of the norm, by which plain derivatives divide, is no float."""
+    total = jax.jit(lambda x, limit: jnp.sum(rule(limit)([x])[0]))
+    derivatives = jax.jit(jax.grad(total)), jax.jit(jax.hessian(total))
+    unit, eye = np.array([3.0, 4.0]), np.eye(2)
+    factor = 0.1 * (np.sqrt(2) if rule is cg.ClipByBlockRMS else 1)
+    along, sums = unit / 5, np.add.outer(unit, unit) / 5
+    first = factor * (1 - along * along.sum())
+    second = -factor / 5 * (sums + along.sum() * (eye - 3 * np.outer(along, along)))
+    for size in (1e-25, 1e15, 1e20, 1e30):
+        x = np.float32(unit * size)
+        args = x, np.float32(size / 2)
+        np.testing.assert_allclose(derivatives[0](*args), first, rtol=1e-5)
+        np.testing.assert_allclose(derivatives[1](*args) * size, second, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30, 3e38])
+def test_on_a_mesh_of_one_device_a_clip_has_the_form_of_one_device(size):
+    """A branch for large leaves, float64 for small ones: one program of all rules, since few do."""
+    rules = cg.ClipByGlobalNorm(0.5), cg.ClipByNorm(0.5), cg.ClipByBlockRMS(0.5)
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    tree = [np.linspace(0.5, 1, n, dtype=np.float32) * np.float32(size) for n in (3, 4096)]
+    with jax.set_mesh(mesh):
+        lowered = clip_by_all(rules).lower(tree)
+        clipped = clip_by_all(rules)(tree)
+    assert "f64" in lowered.as_text() and "stablehlo.case" in lowered.as_text()
+    wide = [np.float64(x) for x in tree]
+    norms = [np.sqrt(np.sum(x**2)) for x in wide]
+    means = [np.sqrt(np.mean(x**2)) for x in wide]
+    of_rules = [[np.hypot(*norms)] * 2, norms, means]
+    for found, each in zip(clipped, of_rules, strict=True):
+        for x, y, norm in zip(wide, found, each, strict=True):
+            np.testing.assert_allclose(y, x * min(1, 0.5 / norm), rtol=1e-6)
+
+
+@functools.cache
+def clip_by_all(rules):
+    return jax.jit(lambda tree: [rule(tree) for rule in rules])
+
+
+def test_an_element_costs_a_clip_what_it_costs_optax():
+    """XLA compiles long what is done for each element of each shape."""
+    numbers = jnp.ones(()), jnp.ones(()), jnp.ones(())
+    lowered = jax.jit(scaled_down).lower(jnp.ones((5, 7)), Norm(*numbers), jnp.ones(()))
+    of_elements = re.findall(r"stablehlo\.(\w+) .*tensor<5x7xf32>$", lowered.as_text(), re.M)
+    assert [x for x in of_elements if x != "broadcast_in_dim"] == ["divide", "multiply", "select"]

@@ -10,7 +10,7 @@ from clipgrad._arrays import (
     AxisName,
     Norm,
     clippable_leaves,
-    over,
+    scaled_to,
     times,
     tree_norm,
     warn_of_parts,
@@ -104,7 +104,7 @@ class AutoNorm(MeasuringRule):
 
 def _normalized(leaf: jax.Array, norm: Norm, limit: jax.Array, gamma: jax.Array) -> jax.Array:
     wide = times(with_real_dtype(leaf, norm.root.dtype.name), norm.scale)
-    return times(over(wide, _divisor(norm, gamma)), limit).astype(leaf.dtype)
+    return scaled_to(wide, _divisor(norm, gamma), limit).astype(leaf.dtype)
 
 
 def _divisor(norm: Norm, gamma: jax.Array) -> jax.Array:
