@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import clipgrad._programs as _programs
@@ -113,6 +114,6 @@ def _constants(program: Any) -> Iterator[Any]:
 def _has_same_bits(x: Any, y: Any) -> bool:
     if getattr(x, "dtype", None) != getattr(y, "dtype", None) or np.shape(x) != np.shape(y):
         return False
-    if not hasattr(x, "dtype") or jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+    if not hasattr(x, "dtype") or jnp.issubdtype(x.dtype, jax.dtypes.extended):
         return False
     return np.asarray(x).tobytes() == np.asarray(y).tobytes()

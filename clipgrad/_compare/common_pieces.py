@@ -26,13 +26,13 @@ class Lines(NamedTuple):
     Attributes:
       leaf: the number of the leaf.
       numbers: those of the lines, shape (k,).
-      count: how many lines the leaf has.
+      of_leaf: how many lines the leaf has.
       elements: the positions of their elements in the flat leaf, shape (length, k).
     """
 
     leaf: int
     numbers: np.ndarray
-    count: int
+    of_leaf: int
     elements: np.ndarray
 
 
@@ -159,11 +159,11 @@ def _between_equal_lines(search: _Search, length: int) -> Iterator[Piece]:
         ours, theirs = lines
         order = np.argsort(ours.numbers)
         known, partners = ours.numbers[order], theirs.numbers[order]
-        every = np.setdiff1d(np.arange(ours.count), known)
+        every = np.setdiff1d(np.arange(ours.of_leaf), known)
         middles = (known[1:] + known[:-1]) / 2
         nearest = np.searchsorted(middles, every)
         to = partners[nearest] + every - known[nearest]
-        inside = (to >= 0) & (to < theirs.count)
+        inside = (to >= 0) & (to < theirs.of_leaf)
         at, to = every[inside], to[inside]
         bits = [
             search.sides[side][each.leaf].bits.ravel()[each.elements[:, k]]
@@ -228,7 +228,8 @@ def _hashes(bits: np.ndarray) -> np.ndarray:
     mixed = (bits ^ bits >> _SHIFT) * _MIX
     mixed = (mixed ^ mixed >> _SHIFT) * _MIX
     turns = (np.arange(1, len(bits) + 1, dtype=np.uint64) * _MIX) | np.uint64(1)
-    return np.sum(mixed * (turns ^ turns >> _SHIFT | np.uint64(1))[:, None], 0, dtype=np.uint64)
+    odd = (turns ^ turns >> _SHIFT) | np.uint64(1)
+    return np.asarray(np.sum(mixed * odd[:, None], 0, dtype=np.uint64))
 
 
 def _piece(
@@ -263,7 +264,7 @@ def _equal_elsewhere(search: _Search) -> Iterator[Piece]:
     places = [p.lines for p in search.pieces if p.lines and len(p.lines[0].elements) > 1]
     by_counts: dict[tuple[int, int], list] = collections.defaultdict(list)
     for lines, others in places:
-        by_counts[lines.count, others.count].append((lines.numbers, others.numbers))
+        by_counts[lines.of_leaf, others.of_leaf].append((lines.numbers, others.numbers))
     for i in search.left(0):
         for j in search.left(1):
             x, y = search.sides[0][i].values, search.sides[1][j].values

@@ -256,11 +256,12 @@ def _moved(
     names: Mapping[str, str] | None,
 ) -> MovedLeaves:
     """The leaves that the versions hold in other leaves, where all numbers are known."""
-    a, b = versions
-    if not (isinstance(a, Recording) and isinstance(b, Recording)):
+    recordings = [x for x in versions if isinstance(x, Recording)]
+    if len(recordings) < len(versions):
         return NONE_MOVED
-    is_left = left_by_number if _is_by_number(*records, names) else left_by_name
-    return moved_leaves((a, b), records, is_left(*records, names))
+    a, b = records
+    left = left_by_number if _is_by_number(a, b, names) else left_by_name
+    return moved_leaves(recordings, records, left(a, b, names))
 
 
 def _matched(
