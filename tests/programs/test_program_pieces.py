@@ -33,9 +33,13 @@ class Counted:
 
 
 def assert_same(function, *inputs, jit=jax.jit):
-    for own, its in zip(ByPieces(function, jit)(*inputs), function(*inputs), strict=True):
-        assert (own.dtype, own.shape, own.weak_type) == (its.dtype, its.shape, its.weak_type)
-        np.testing.assert_allclose(own, its, rtol=1e-5, atol=1e-6)
+    for got, expected in zip(ByPieces(function, jit)(*inputs), function(*inputs), strict=True):
+        assert (got.dtype, got.shape, got.weak_type) == (
+            expected.dtype,
+            expected.shape,
+            expected.weak_type,
+        )
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
