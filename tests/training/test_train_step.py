@@ -91,7 +91,9 @@ def test_metrics_are_those_of_the_last_clip_with_statistics(first, last, key):
     step = cg.train_step(loss_fn, tx)
     _, metrics = step(step.init(params), batch)
     *before, clip = metrics["clips"]
-    assert [stats.norm == metrics["grad_norm"] for stats in before] == [True] * first
+    assert len(before) == first
+    for stats in before:  # the same norm in two places of the program: each is right to 4e-7
+        np.testing.assert_allclose(stats.norm, metrics["grad_norm"], rtol=4e-7)
     assert isinstance(clip, cg.types.ClipStats) and clip.norm == metrics["measured_norm"]
     assert 1 < metrics["measured_norm"] < metrics["grad_norm"]
     np.testing.assert_allclose(metrics["clipped_norm"], 1, rtol=1e-6)
