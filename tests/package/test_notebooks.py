@@ -65,7 +65,18 @@ def test_it_runs_and_prints_what_is_stored(path):
     assert pictures(executed) == pictures(stored) > 0
     if stored_with(stored) == jax.__version__:
         for before, after in zip(code_cells(stored), code_cells(executed), strict=True):
-            assert_printed(printed(after), printed(before), rtol=0.05, atol=1e-6)
+            assert_printed_alike(printed(after), printed(before))
+
+
+# On another processor a training takes other steps: 0.87 beside 0.81 where it is farthest off.
+ACCURACIES = re.compile(r"\b\d\.\d\d to \d\.\d\d right")
+
+
+def assert_printed_alike(printed, shown):
+    accuracies = [" ".join(ACCURACIES.findall(text)) for text in (printed, shown)]
+    assert_printed(*accuracies, rtol=0, atol=0.1)
+    rest = (ACCURACIES.sub("accuracies", text) for text in (printed, shown))
+    assert_printed(*rest, rtol=0.05, atol=1e-6)
 
 
 @every_notebook
