@@ -44,6 +44,7 @@ from clipgrad._arrays.numbers import increment_if as increment_if
 from clipgrad._arrays.numbers import larger as larger
 from clipgrad._arrays.numbers import largest as largest
 from clipgrad._arrays.numbers import over as over
+from clipgrad._arrays.numbers import quotient as quotient
 from clipgrad._arrays.numbers import real_or_absolute as real_or_absolute
 from clipgrad._arrays.numbers import scaled_to as scaled_to
 from clipgrad._arrays.numbers import times as times

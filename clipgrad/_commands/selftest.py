@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from clipgrad._arrays import global_norm, looped
+from clipgrad._arrays import global_norm, looped, quotient, scaled_to
 from clipgrad._check import check_grads
 from clipgrad._clip import RULES, AutoNorm, ClipByNorm, ErrorClipByValue
 from clipgrad._commands.function import FAILED, PASSED, UsageError, add_command
@@ -61,6 +61,9 @@ def cases() -> Iterator[Case]:
         yield Case(f"global_norm, ord={ord}", function, (x, w), order=1 if ord == math.inf else 2)
     # Where many devices are, the clips above may use other programs than those with this loop.
     yield Case("numbers in one kernel", lambda x: looped(jnp.sqrt, jnp.sum(x * x)), (x,), order=2)
+    yield Case("a quotient", lambda x: quotient(x, 1 + jnp.sum(x * x)), (x,), order=2)
+    scaled = lambda x, limit: scaled_to(x, 1 + jnp.sum(x * x), limit)  # noqa: E731
+    yield Case("a leaf scaled to a limit", scaled, (x, jnp.float32(0.5)), order=2)
     named = error_clip_by_name(_closing_cell, {"h": ErrorClipByValue(math.inf)})
     yield Case("a rule that closes over a value, by name", named, (x, w))
 

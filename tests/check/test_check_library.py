@@ -68,7 +68,9 @@ def test_the_cases_hold_every_custom_rule_of_the_library():
     # These pass a cotangent on: where rules are traced, in the probes of `diagnose`, at the taps of
     # `compare` and at the weights of each example.
     passed_on = {"watched", "_identity", "tapped", "tapped_whole", "tap"}
-    proved = {"_clipped_identity", "_differentiable_norms", "looped", "call"}
+    proved = {
+        "_clipped_identity", "_differentiable_norms", "looped", "call", "quotient", "scaled_to",
+    }  # fmt: skip
     assert rules.keys() == passed_on | proved
     programs = [str(jax.make_jaxpr(case.function)(*case.args)) for case in CASES.values()]
     for owner in proved:
