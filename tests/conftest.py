@@ -108,12 +108,13 @@ def users_promotion():
 
 @pytest.fixture
 def compiled():
-    """A counter of the programs compiled."""
+    """A counter of the programs compiled, "compiled", and of those of each function's name."""
     counts = collections.Counter()
 
     def listen(event, duration, **details):
-        del duration, details
-        counts["compiled"] += event.endswith("backend_compile_duration")
+        del duration
+        if event.endswith("backend_compile_duration"):
+            counts.update(["compiled", str(details.get("fun_name"))])
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield counts

@@ -260,8 +260,8 @@ def _moved(
     if len(recordings) < len(versions):
         return NONE_MOVED
     a, b = records
-    left = left_by_number if _is_by_number(a, b, names) else left_by_name
-    return moved_leaves(recordings, records, left(a, b, names))
+    left = left_by_number(a, b) if _is_by_number(a, b, names) else left_by_name(a, b, names)
+    return moved_leaves(recordings, records, left)
 
 
 def _matched(

@@ -56,9 +56,8 @@ def _without(record: Record, known: Collection[int]) -> list[int]:
     return [i for i in record.of("gradient") if i not in known]
 
 
-def left_by_number(a: Record, b: Record, names: Names) -> Left:
+def left_by_number(a: Record, b: Record) -> Left:
     """The gradients of parameters of which one record has more than the other: by their sizes."""
-    del names
     groups = [_by_sizes(record) for record in (a, b)]
     left: tuple[list[int], list[int]] = ([], [])
     for sizes in {*groups[0], *groups[1]}:

@@ -71,16 +71,15 @@ def by_steps(x: np.ndarray, row: Row, devices: tuple[int, ...]) -> np.ndarray:
 
 def one_copy(sketch: np.ndarray) -> np.ndarray:
     """The sketch on the first device that holds the row, shape (..., 1, 515)."""
-    return sketch[..., _first_used(sketch), None, :]
+    return sketch[..., int(np.argmax(_holders(sketch))), None, :]
 
 
 def of_devices(sketch: np.ndarray) -> np.ndarray:
     """One sketch where it is the same on each device that holds the row, or those of all."""
-    flat = sketch.reshape(-1, *sketch.shape[-2:])
-    used, first = np.any(flat, axis=(0, 2)), _first_used(sketch)
-    return one_copy(sketch) if np.all(flat[:, used] == flat[:, first : first + 1]) else sketch
+    held = sketch[..., _holders(sketch), :]
+    return one_copy(sketch) if np.all(held == held[..., :1, :]) else sketch
 
 
-def _first_used(sketch: np.ndarray) -> int:
-    flat = sketch.reshape(-1, *sketch.shape[-2:])
-    return int(np.argmax(np.any(flat, axis=(0, 2))))
+def _holders(sketch: np.ndarray) -> np.ndarray:
+    """Which devices hold the row: elsewhere its sketch is 0 at all steps."""
+    return np.any(sketch.reshape(-1, *sketch.shape[-2:]), axis=(0, 2))
