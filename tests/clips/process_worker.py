@@ -51,7 +51,7 @@ def everything(mesh=None):
 
 
 def loss(params, batch):
-    return jnp.mean(jnp.tanh(batch @ params["w"]) ** 2)
+    return jnp.mean((batch @ params["w"]) ** 2)  # tanh would cancel, by processor, where it is flat
 
 
 def in_shard_map(mesh):

@@ -14,7 +14,8 @@ NUMBERS = jnp.array([1.0, 0.0, 2.0])
 ONES, PAIR, MATRIX = jnp.ones(3), jnp.array([1.0, 100.0]), jnp.ones((3, 2))
 HALF_BAD = jnp.array([1.0, NAN])
 BOUND = "bound its argument, as in jnp.exp(jnp.minimum(x, "
-BOTH_SIDES = "mask its input, not only its result: with ok where it is finite, jnp.where(ok, "
+INSIDE = "keep its input inside: jnp.clip(x, jnp.finfo(x.dtype).eps - 1, "
+MASKED = "mask the divisor y: with ok = y != 0, jnp.where(ok, x / jnp.where(ok, y, 1.0), 0.0)"
 FILE = "tests/diagnose/diagnose_numbers.py"
 
 
@@ -328,8 +329,8 @@ def double_where_in_a_scan(of, bad):
 
 
 for _operation, _of, _bad, _advice in (
-    ("div", lambda x: 1 / x, 0.0, BOTH_SIDES),
-    ("asin", jnp.arcsin, 2.0, BOTH_SIDES),
+    ("div", lambda x: 1 / x, 0.0, MASKED),
+    ("asin", jnp.arcsin, 2.0, INSIDE),
     ("sinh", jnp.sinh, 200.0, BOUND),
 ):
     sick(
