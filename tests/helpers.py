@@ -188,7 +188,7 @@ def tree_of(key: jax.Array, dtype: Any = jnp.float32, scale: float = 1.0) -> dic
 
 def array(x: Any, dtype: Any = np.float32) -> jax.Array:
     """An array that no program makes: each process that collects makes the arrays of a module."""
-    return jnp.array(np.asarray(x, dtype))
+    return jax.device_put(np.array(x, dtype))  # jnp.array compiles a copy for each shape
 
 
 def float64(tree: Any) -> Any:

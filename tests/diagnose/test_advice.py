@@ -67,7 +67,7 @@ def loss_of(program, function):
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 
 
-@crossed(3)
+@crossed(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.__name__)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_finding_has_the_fix(name, dtype):

@@ -15,9 +15,8 @@ from tests.rows import some_of
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
 SOME = frozenset(
-    """masks_that_the_data_makes_from_the_second_step_on integers_in_a_scan
-    index_that_is_gathered flags empty_slice exponent_of_one
-    divisor_that_overflows at_each_step_of_a_carry at_one_step""".split()
+    """masks_that_the_data_makes_from_the_second_step_on integers_in_a_scan empty_slice
+    exponent_of_one divisor_that_overflows at_each_step_of_a_carry""".split()
 )
 ROWS = [pytest.param(n, marks=() if n in SOME else pytest.mark.slow) for n in CUTS]
 

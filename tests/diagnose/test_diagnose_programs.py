@@ -137,6 +137,7 @@ def first_layers(ws, x, some=8):
     return x
 
 
+@first_row
 @pytest.mark.parametrize("deep", [
     lambda ws, x: jax.lax.cond(x[0, 0] > -9, first_layers, lambda ws, x: x, ws, x),
     lambda ws, x: jax.lax.switch(0, [first_layers, lambda ws, x: first_layers(ws, x, 1)], ws, x),

@@ -118,7 +118,7 @@ PROGRAMS = {
 }  # fmt: skip
 TABLE = pytest.mark.parametrize(
     "program",
-    some_of(PROGRAMS, [plain, in_scan_of_remat, in_a_loop]),
+    some_of(PROGRAMS, [plain, in_a_loop]),
     ids=lambda program: program.__name__,
 )
 

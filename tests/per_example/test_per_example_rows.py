@@ -28,8 +28,7 @@ from tests.rows import first_row
 
 # Of a promise, so that they run by default although each costs half a second.
 CORE = {
-    "experts as a batch dimension", "embedding tied to the head",
-    "convolution with stride and dilation",
+    "embedding tied to the head", "convolution with stride and dilation",
 }  # fmt: skip
 
 

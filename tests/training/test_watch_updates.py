@@ -107,7 +107,7 @@ WRAPPERS = {
 }
 
 
-@first_rows(2)
+@first_row
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_updates_are_those_of_the_optimizer_and_are_measured_in_any_wrapper(name):
     watched, plain = WRAPPERS[name](cg.watch_updates), WRAPPERS[name](lambda tx: tx)
