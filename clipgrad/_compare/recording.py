@@ -42,6 +42,7 @@ from clipgrad._programs import (
     Inlined,
     Traced,
     Widen,
+    can_be_cut,
     equations,
     evaluate,
     is_repetitive,
@@ -70,12 +71,13 @@ class Recording:
       record: its record, without numbers.
       traced: returns the arrays of some rows, and by their positions values and cotangents, or the
         sketches of these.
-      sketched: whether these are sketches.
+      sketched: whether the program makes these sketches.
       leaves: the inputs of the traced program.
       returned: the rows of the arrays that it returns.
       devices: the axes of a sketch that are over devices, by the row of the value.
       loss: the loss, if it is one.
       remade: makes the recording again, see `recording_of`.
+      is_large: whether values and cotangents are too large to be all there.
       is_brief: whether it runs once, so that little optimization may take less than to optimize.
       parts: for each row that is a part of a gradient that number and the elements of its flat
         array, see `add_part`.
@@ -86,9 +88,10 @@ class Recording:
     leaves: list[Any]
     returned: list[int]
     devices: dict[int, tuple[int, ...]]
-    sketched: bool
+    sketched: bool = False
     loss: TracedLoss | None = None
     remade: Callable[..., "Recording"] | None = None
+    is_large: bool = False
     is_brief: bool = False
     parts: dict[int, tuple[int, np.ndarray]] = dataclasses.field(default_factory=dict)
 
@@ -160,9 +163,9 @@ class Recording:
     def measure(self, record: Record, kinds: Sequence[str] = MEASURED) -> None:
         """Add how far rounding moves numbers of a record to the rows of some kinds."""
         program, rows = self.traced.program, record.rows
-        run = lambda leaves, seed: rounded(program, leaves, seed)  # noqa: E731
-        jit = jit_by_size(program)
-        run = ByPieces(run, jit) if self._is_repetitive else jit(run)
+        run = self._runner(
+            lambda leaves, seed: rounded(program, leaves, seed), jit_by_size(program)
+        )
         runs = (self._rows(run(self.leaves, jnp.uint32(i)), False) for i in range(1, 1 + RUNS))
         sketches = {i: rows[i].numbers.sketch for kind in kinds for i in record.of(kind)}
         known = {i: x for i, x in sketches.items() if x is not None}
@@ -172,21 +175,58 @@ class Recording:
 
     @functools.cached_property
     def _compiled(self) -> Callable[[list], list]:
-        if self._is_repetitive:
-            run = lambda leaves: evaluate(self.traced.program, leaves, Inlined())  # noqa: E731
-            return ByPieces(run, jax.jit)
-        return self._jitted(Hook())
+        return self._by_pieces if self.is_by_pieces else self._jitted(Hook())
 
     @functools.cached_property
-    def _is_repetitive(self) -> bool:
-        return is_repetitive(self.traced.program)
+    def _by_pieces(self) -> ByPieces:
+        run = lambda leaves: evaluate(self.traced.program, leaves, Inlined())  # noqa: E731
+        return ByPieces(run, self._jit, self._taken)
+
+    @functools.cached_property
+    def is_by_pieces(self) -> bool:
+        """Whether it runs piece by piece, so that values and cotangents are never all there."""
+        return self.is_large and not self.sketched or is_repetitive(self.traced.program)
+
+    @property
+    def is_cut_small(self) -> bool:
+        """Whether a run piece by piece has room for what leaves a piece, or a step of a scan."""
+        if self.record.devices or not can_be_cut(self.traced.program):
+            return False
+        most, with_taken = self._by_pieces.sizes(self.leaves)
+        return with_taken - most <= max(MOST_WHOLE, most // 2)
+
+    @property
+    def _jit(self) -> Callable[..., Callable]:
+        return jit_by_size(self.traced.program) if self.is_brief else jax.jit
 
     def _jitted(self, hook: Hook) -> Callable[[list], list]:
         program = self.traced.program
-        compiled = jit_by_size(program) if self.is_brief else jax.jit
-        return compiled(
-            lambda leaves: evaluate(program, [hook.constant(x, None) for x in leaves], hook)
-        )
+        constant = hook.constant
+        run = lambda leaves: evaluate(program, [constant(x, None) for x in leaves], hook)  # noqa: E731
+        return self._runner(run, self._jit)
+
+    def _runner(
+        self, run: Callable[..., list], jit: Callable[..., Callable]
+    ) -> Callable[..., list]:
+        return ByPieces(run, jit, self._taken) if self.is_by_pieces else jit(run)
+
+    @functools.cached_property
+    def _taken(self) -> dict[int, Callable[[Any], np.ndarray]]:
+        """The sketches of values and cotangents that leave the program, by its results."""
+        if self.sketched:
+            return {}
+        count = len(opened(self.traced.program)[0].outvars)
+        _, *numbers = self.traced.result(range(count))
+        return {
+            numbers_of_kind[key]: functools.partial(_sketched, axes=axes)
+            for kind, numbers_of_kind in zip(NOTED, numbers, strict=True)
+            for key, axes in self._axes(kind).items()
+        }
+
+    def _axes(self, kind: str) -> dict[tuple[int, ...], int]:
+        """The numbers of axes of values or cotangents at one step, by their keys in notes."""
+        rows = (self.record.rows[i] for i in self.record.of(kind))
+        return {note_key(row.position): len(row.shape) for row in rows}
 
     def _rows(self, outputs: Sequence, is_checked: bool = True, whole: bool = False) -> list[Row]:
         """The rows with the numbers of a run.
@@ -203,12 +243,14 @@ class Recording:
         for i, (of, elements) in self.parts.items():
             part = np.ravel(host_array(by_row[of]))[elements]
             rows[i].numbers = numbers_of(part.reshape(rows[i].shape))
-        for kind, arrays in zip(NOTED, on_host(notes), strict=True):
-            chosen = self.record.of(kind)
-            axes = {note_key(rows[i].position): len(rows[i].shape) for i in chosen}
-            if not self.sketched:
-                arrays = {key: host_sketches(arrays[key], count) for key, count in axes.items()}
-            for i in chosen:
+        for kind, arrays in zip(NOTED, notes, strict=True):
+            axes = self._axes(kind)
+            arrays = {key: arrays[key] for key in axes}
+            if not (self.is_by_pieces and self._taken):
+                arrays = on_host(arrays)
+                if not self.sketched:
+                    arrays = {key: host_sketches(arrays[key], axes[key]) for key in axes}
+            for i in self.record.of(kind):
                 x = arrays[note_key(rows[i].position)]
                 sketch = by_steps(x, rows[i], self.devices.get(i, ()))
                 rows[i].numbers = Numbers(sketch=sketch)
@@ -217,6 +259,10 @@ class Recording:
             assert sketch is not None  # of a value
             rows[i].numbers = Numbers(sketch=of_devices(sketch))
         return rows
+
+
+def _sketched(x: Any, axes: int) -> np.ndarray:
+    return host_sketches(np.asarray(x), axes)
 
 
 def _copies(sketch: Any, known: np.ndarray) -> np.ndarray:
@@ -272,14 +318,19 @@ def recording_of(
         row = plain_row("gradient", path, arrays[i], leaf=record.rows[i].leaf)
         returned.append(record.add(row, i))
     record.edges, record.scopes, record.rules = walk.edges()
-    sketched = _size_of_notes(record) > _most_whole(record)
+    is_large = _size_of_notes(record) > _most_whole(record)
     taps = [record.rows[i] for i in record.of("cotangent")]
     for row in fixed:
         record.add(row)
     moving, remade = [*returned_gradients], functools.partial(recording_of, *more)
-    evaluated = functools.partial(_evaluated, program, moving, keys, sketched, taps)
-    traced = trace(evaluated, (arrays,), {})
-    return Recording(record, traced, arrays, returned, devices, sketched, remade=remade)
+    evaluated = functools.partial(_evaluated, program, moving, keys, taps)
+    traced = trace(functools.partial(evaluated, False), (arrays,), {})
+    more = {"remade": remade, "is_large": is_large}
+    recording = Recording(record, traced, arrays, returned, devices, **more)
+    if not is_large or recording.is_cut_small:
+        return recording
+    traced = trace(functools.partial(evaluated, True), (arrays,), {})
+    return dataclasses.replace(recording, traced=traced, sketched=True)
 
 
 def _size_of_notes(record: Record) -> int:
@@ -330,8 +381,8 @@ def _evaluated(
     program: Any,
     moving: Sequence[int],
     lines: LineKeys,
-    sketched: bool,
     cotangents: Sequence[Row],
+    sketched: bool,
     inputs: list,
 ) -> tuple:
     """The outputs, the gradients of the first one, and the notes of values and cotangents."""

@@ -17,6 +17,7 @@ from clipgrad._sharding import on_every_device
 SHIFTS = 0x3C6EF372  # so that the hashes that turn rows are others than those of signs
 NUMBERS = 256  # the norm of a difference is right to sqrt(2 / 256), 9 %
 MASKED = 1e6  # what masks are made of has a sketch of its own, in which it hides nothing
+TINY = 1e-140  # squares of smaller numbers underflow in float64
 SCALE = 2.0**-64  # sums of the largest float32 would overflow
 NORM_AT, LARGEST_AT = 2 * NUMBERS, 2 * NUMBERS + 1  # the places of these in a sketch
 SIZES = slice(NORM_AT, LARGEST_AT + 1)
@@ -86,9 +87,42 @@ def host_sketches(x: np.ndarray, axes: int) -> np.ndarray:
 def _host_parts(flat: np.ndarray) -> np.ndarray:
     """The sketches in NumPy of arrays, shape (n, size), from their parts."""
     starts = range(0, max(1, flat.shape[-1]), AT_ONCE)
-    parts = ((i, flat[:, i : i + AT_ONCE].astype(np.float64)) for i in starts)
-    sketches = (_sketch_sums(part, np.uint32(i), np) for i, part in parts)
+    sketches = (_host_sums(flat[:, i : i + AT_ONCE], i) for i in starts)
     return functools.reduce(lambda a, b: _joined(a, b, np), sketches)
+
+
+def _host_sums(flat: np.ndarray, start: int) -> np.ndarray:
+    """The `_sketch_sums` in NumPy; those of ordinary numbers alone take a tenth of the time."""
+    largest = np.max(np.abs(flat), axis=-1, initial=0, keepdims=True).astype(np.float64)
+    if not np.all((largest == 0) | (largest > TINY) & (largest < MASKED)):  # NaN is no number
+        return _sketch_sums(flat.astype(np.float64), np.uint32(start), np)
+    lead, size = flat.shape[:-1], flat.shape[-1]
+    signs, columns = _host_turns(size, start)
+    signed = np.zeros((*lead, columns.size), flat.dtype if flat.dtype.itemsize > 2 else np.float32)
+    np.multiply(flat, signs, out=signed[..., :size], casting="same_kind")
+    turned = np.take(signed, columns, axis=-1)
+    buckets = np.sum(turned.reshape(*lead, -1, NUMBERS), axis=-2, dtype=np.float64)
+    norm = np.sqrt(np.einsum("...i,...i->...", flat, flat, dtype=np.float64))[..., None]
+    zeros = np.zeros((*lead, NUMBERS))
+    return np.concatenate([buckets, zeros, norm, largest, zeros[..., :1]], axis=-1)
+
+
+@functools.lru_cache(maxsize=16)  # 9 MiB at most
+def _host_turns(size: int, start: int) -> tuple[np.ndarray, np.ndarray]:
+    """The signs of the elements of a part, and the elements in their order in buckets."""
+    hashes = hashes_of(np.arange(size, dtype=np.uint32) + np.uint32(start))
+    signs = 1 - 2 * (hashes >> np.uint32(13) & np.uint32(1)).astype(np.int8)
+    columns = _columns(-(-size // NUMBERS), np.uint32(start), np)
+    rows = np.arange(len(columns), dtype=np.intp)[:, None] * NUMBERS
+    return signs, np.ravel(rows + columns)
+
+
+def _columns(count: int, start: Any, xp: Any) -> Any:
+    """For each row of 256 elements the order in which these come into the buckets."""
+    numbers = xp.arange(count, dtype=np.uint32) + start // np.uint32(NUMBERS)
+    shifts = hashes_of(numbers, SHIFTS)[:, None]
+    columns = xp.arange(NUMBERS, dtype=np.uint32)[None, :] + shifts & np.uint32(NUMBERS - 1)
+    return columns.astype(np.int32)
 
 
 def _joined(a: Any, b: Any, xp: Any) -> Any:
@@ -115,11 +149,8 @@ def _sketch_sums(flat: Any, start: Any, xp: Any) -> Any:
     count = -(-size // NUMBERS)
     room = [(0, 0)] * (len(lead) + 1)
     padded = xp.pad(xp.stack(parts, axis=-2), [*room, (0, count * NUMBERS - size)])
-    numbers = xp.arange(count, dtype=np.uint32) + start // np.uint32(NUMBERS)
-    shifts = hashes_of(numbers, SHIFTS)[:, None]
-    columns = xp.arange(NUMBERS, dtype=np.uint32)[None, :] + shifts & np.uint32(NUMBERS - 1)
     rows = padded.reshape(*lead, 2, count, NUMBERS)
-    columns = columns.astype(np.int32).reshape(*[1 for _ in lead], 1, count, NUMBERS)
+    columns = _columns(count, start, xp).reshape(*[1 for _ in lead], 1, count, NUMBERS)
     turned = xp.take_along_axis(rows, columns, axis=-1)
     kinds = xp.where(xp.isnan(flat), 1, xp.where(finite, 0, xp.where(flat > 0, 2, 3)))
     odd = hashes | np.uint32(1)  # of the first position it is 0, and would hide what is there

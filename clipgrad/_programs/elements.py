@@ -1,5 +1,6 @@
 """The contents of values: dtypes, and elements of arrays whatever their sharding."""
 
+import math
 from typing import Any
 
 import jax
@@ -24,6 +25,12 @@ def is_reference(x: Any) -> bool:
 def dtype_of(x: Any) -> Any:
     """The dtype of a variable, a type or an array; None for a token."""
     return getattr(getattr(x, "aval", x), "dtype", None)
+
+
+def byte_count(x: Any) -> int:
+    """The bytes of the numbers of a variable, on all devices."""
+    shape = getattr(x.aval, "shape", ())
+    return math.prod(shape) * getattr(dtype_of(x), "itemsize", 0)
 
 
 def at_first(where: Any, x: Any) -> jax.Array:

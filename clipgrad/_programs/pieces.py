@@ -5,19 +5,31 @@ the time of a few. Cuts depend on the operations around them alone, so that laye
 """
 
 import functools
-import math
+import itertools
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from clipgrad._programs.elements import is_reference
+from clipgrad._programs.elements import byte_count, dtype_of, is_reference
 from clipgrad._programs.evaluate import FreedValues, Hook, ProgramValues, bind
-from clipgrad._programs.kinds import called_program, held_programs, is_jit, kind_of
+from clipgrad._programs.kinds import (
+    called_program,
+    detaches,
+    held_programs,
+    is_jit,
+    is_scan,
+    is_tag,
+    kind_of,
+    scan_counts,
+    scan_length,
+)
+from clipgrad._programs.opened_scans import OpenedScan, Take
 from clipgrad._programs.programs import opened
 from clipgrad._programs.rounded import is_measure
 from clipgrad._programs.widen import Widen
@@ -45,14 +57,20 @@ class Inlined(Hook):
 
 def is_repetitive(program: Any) -> bool:
     """Whether the different pieces of a program are at most half of it."""
+    if not can_be_cut(program):
+        return False
     flat = list(_inlined_equations(program))
     if any(not is_measure(e) and held_programs(e) for e in flat):
-        return False
-    if any(is_reference(v) for e in flat for v in (*e.invars, *e.outvars)):  # no result of a `jit`
         return False
     operations = list(map(_operation_of, flat))
     different = {tuple(operations[start:end]) for start, end in _cut(operations)}
     return bool(flat) and REPEATED * sum(map(len, different)) <= len(flat)
+
+
+def can_be_cut(program: Any) -> bool:
+    """Whether no operations of a program share references, which are no results of a `jit`."""
+    flat = _inlined_equations(program)
+    return not any(is_reference(v) for e in flat for v in (*e.invars, *e.outvars))
 
 
 def _inlined_equations(program: Any) -> Iterator[JaxprEqn]:
@@ -64,18 +82,41 @@ def _inlined_equations(program: Any) -> Iterator[JaxprEqn]:
 
 
 class Piece(NamedTuple):
-    """Some operations of a program, one behind the other.
+    """Some operations of a program, one behind the other, or a scan.
 
     Attributes:
-      run: computes them, compiled; equal pieces share it.
-      inputs, outputs: what they read of what is before, and what is read behind.
+      run: computes them, compiled; equal pieces share it. Of a scan that is opened an `OpenedScan`.
+      inputs, outputs: what they read of what is before, and what is read behind or taken.
       freed: what nothing behind them reads.
+      taken: what becomes of outputs, see `ByPieces`.
     """
 
-    run: Callable[..., list]
+    run: Any
     inputs: list[Var]
     outputs: list[Var]
     freed: list[Var]
+    taken: Mapping[Var, Take]
+
+    def __call__(self, values: dict[Var, Any]) -> dict[Var, np.ndarray]:
+        """Compute the outputs, and free what nothing reads; return what is taken of them."""
+        outputs = self.run(*(values[v] for v in self.inputs))
+        noted: dict[Var, np.ndarray] = {}
+        if isinstance(self.run, OpenedScan):
+            outputs, noted = outputs
+        values.update(zip(self.outputs, outputs, strict=True))
+        # A CPU would allocate the results of many pieces before it has computed the first.
+        jax.block_until_ready(outputs)
+        noted |= {v: take(values[v]) for v, take in self.taken.items() if v not in noted}
+        for v in self.freed:
+            del values[v]
+        return noted
+
+    @property
+    def bytes_taken(self) -> int:
+        """The bytes of what is taken at once."""
+        if isinstance(self.run, OpenedScan):
+            return self.run.bytes_at_once
+        return sum(map(byte_count, self.taken))
 
 
 class ByPieces:
@@ -84,89 +125,210 @@ class ByPieces:
     Args:
       function: of trees of arrays; it returns a list of arrays.
       jit: compiles a piece.
+      taken: by the numbers of results functions of arrays with any leading axes. Of such a result
+        the function's is returned, which is taken as soon as a piece or some steps of a scan have
+        run: so these results are never all there.
     """
 
-    def __init__(self, function: Callable[..., list], jit: Callable[[Callable], Callable]) -> None:
-        self._function, self._jit = function, jit
+    def __init__(
+        self,
+        function: Callable[..., list],
+        jit: Callable[..., Callable],
+        taken: Mapping[int, Take] | None = None,
+    ) -> None:
+        self._function, self._jit, self._taken = function, jit, taken or {}
         self._program: Any = None
         self._pieces: list[Piece] = []
+        self._outputs: list[Any] = []
 
     def __call__(self, *inputs: Any) -> list:
+        self._trace(inputs)
+        jaxpr, constants = opened(self._program)
+        values = dict(zip(jaxpr.invars, map(jnp.asarray, jax.tree.leaves(inputs)), strict=True))
+        values |= dict(zip(jaxpr.constvars, constants, strict=True))
+        noted: dict[Var, np.ndarray] = {}
+        for piece in self._pieces:
+            noted |= piece(values)
+        results = []
+        for i, v in enumerate(self._outputs):
+            if type(v) is not Literal and i in self._taken and v in noted:
+                results.append(noted[v])
+                continue
+            x = jnp.asarray(v.val if type(v) is Literal else values[v])
+            results.append(self._taken[i](x) if i in self._taken else x)
+        return results
+
+    def sizes(self, *inputs: Any) -> tuple[int, int]:
+        """The most bytes that live behind a piece, and with what is taken there."""
+        self._trace(inputs)
+        jaxpr = opened(self._program)[0]
+        alive = {*jaxpr.invars, *jaxpr.constvars}
+        most, with_taken = 0, 0
+        for piece in self._pieces:
+            alive |= {v for v in piece.outputs if not (v in piece.taken and v in piece.freed)}
+            size = sum(map(byte_count, alive))
+            most, with_taken = max(most, size), max(with_taken, size + piece.bytes_taken)
+            alive -= {*piece.freed}
+        return most, with_taken
+
+    def _trace(self, inputs: tuple) -> None:
         if self._program is None:
             self._program = jax.make_jaxpr(self._function)(*inputs)
-            self._pieces = pieces_of(self._program, self._jit)
-        jaxpr, constants = opened(self._program)
-        values = dict(zip(jaxpr.invars, jax.tree.leaves(inputs), strict=True))
-        values |= dict(zip(jaxpr.constvars, constants, strict=True))
-        for piece in self._pieces:
-            outputs = piece.run(*(values[v] for v in piece.inputs))
-            values.update(zip(piece.outputs, outputs, strict=True))
-            for v in piece.freed:
-                del values[v]
-            # A CPU would allocate the results of many pieces before it has computed the first.
-            jax.block_until_ready(outputs)
+            cutting = _Cutting(self._program, self._taken)
+            self._pieces, self._outputs = cutting.pieces(self._jit), cutting.results
+
+
+class _Cutting:
+    """How a program is cut into pieces.
+
+    Attributes:
+      equations: its operations, in the order in which they run.
+      results: the variables of its results, or literals.
+      taken: what becomes of results, by their variables.
+      made: the operation of each variable that is made of nothing.
+      constants: for each scan that is opened such operands, see `OpenedScan`; None of others.
+      last: the last operation that reads a variable, or the end for a result.
+    """
+
+    def __init__(self, program: Any, taken: Mapping[int, Take]) -> None:
+        jaxpr = opened(program)[0]
+        equations, self.results = _without_copies(jaxpr)
+        results = [(i, v) for i, v in enumerate(self.results) if type(v) is not Literal]
+        self.taken = {v: taken[i] for i, v in results if i in taken}
+        kept = [v for i, v in results if i not in taken]
+        self.equations = _late(equations, {*jaxpr.invars, *jaxpr.constvars}, kept)
+        self.made = {v: e for e in self.equations if not _read(e) for v in e.outvars}
+        self.constants = [
+            _elements(e) & self.made.keys() if _is_opened(e, self.taken) else None
+            for e in self.equations
+        ]
+        self.last = {
+            v: i
+            for i, (e, constants) in enumerate(zip(self.equations, self.constants, strict=True))
+            for v in _read(e) - (constants or set())
+        }
+        self.last |= dict.fromkeys(kept, len(equations))
+
+    def pieces(self, jit: Callable[..., Callable]) -> list[Piece]:
+        """The pieces."""
+        operations = list(map(_operation_of, self.equations))
+        parts = _parts(operations, [constants is not None for constants in self.constants])
         return [
-            jax.numpy.asarray(v.val if type(v) is Literal else values[v]) for v in jaxpr.outvars
+            self._piece(jit, operations, start, end)
+            if self.constants[start] is None
+            else self._opened_scan(jit, start)
+            for start, end in parts
         ]
 
-
-def pieces_of(program: Any, jit: Callable[[Callable], Callable]) -> list[Piece]:
-    """The pieces of a program whose equations hold no programs but calls that stay whole."""
-    jaxpr = opened(program)[0]
-    equations = _late(jaxpr)
-    operations = list(map(_operation_of, equations))
-    uses = {v: i for i, e in enumerate(equations) for v in e.invars if type(v) is not Literal}
-    uses |= {v: len(equations) for v in jaxpr.outvars if type(v) is not Literal}
-    pieces = []
-    for start, end in _cut(operations):
-        part = equations[start:end]
+    def _piece(
+        self, jit: Callable[..., Callable], operations: list[tuple], start: int, end: int
+    ) -> Piece:
+        part = self.equations[start:end]
         inputs, wires = _wired(part)
-        made = {v: i for i, v in enumerate(v for e in part for v in e.outvars)}
-        outputs = {v: i for v, i in made.items() if uses.get(v, -1) >= end}
+        numbers = {v: i for i, v in enumerate(v for e in part for v in e.outvars)}
+        taken = {v: self.taken[v] for v in numbers if v in self.taken}
+        outputs = {v: i for v, i in numbers.items() if self._is_read(v, end) or v in taken}
         key = (jit, *operations[start:end], *wires, *outputs.values())
         if (run := _COMPILED.get(key)) is None:
             run = _COMPILED[key] = jit(_runner(part, inputs, list(outputs)))
-        freed = [v for v in inputs if uses[v] < end]
-        pieces.append(Piece(run, inputs, list(outputs), freed))
-    return pieces
+        return Piece(run, inputs, list(outputs), self._freed([*inputs, *taken], end), taken)
+
+    def _opened_scan(self, jit: Callable[..., Callable], number: int) -> Piece:
+        """The piece of a scan that runs some steps at a time."""
+        equation = self.equations[number]
+        taken = {v: self.taken[v] for v in equation.outvars if v in self.taken}
+        carry = equation.outvars[: scan_counts(equation)[1]]
+        outputs = [
+            v for v in equation.outvars if self._is_read(v, number + 1) or v in carry and v in taken
+        ]
+        of_steps = {v: take for v, take in taken.items() if v not in carry}
+        constants = {v: self.made[v] for v in self.constants[number] or ()}
+        run = OpenedScan(equation, jit, of_steps, outputs, constants)
+        inputs = [v for v in run.operands if type(v) is not Literal and v not in constants]
+        ended = self._freed([*inputs, *(v for v in outputs if v in taken)], number + 1)
+        return Piece(run, inputs, outputs, ended, taken)
+
+    def _is_read(self, v: Var, end: int) -> bool:
+        """Whether an operation from a number on reads a variable, or whoever asks for results."""
+        return self.last.get(v, -1) >= end
+
+    def _freed(self, variables: Sequence[Var], end: int) -> list[Var]:
+        """The variables that nothing from an operation on reads, each once."""
+        return [v for v in dict.fromkeys(variables) if not self._is_read(v, end)]
 
 
-def _late(jaxpr: Any) -> list[JaxprEqn]:
+def _is_opened(equation: JaxprEqn, taken: Collection[Var]) -> bool:
+    """Whether a scan runs some steps at a time: what it stacks is taken."""
+    if not (is_scan(equation) and scan_length(equation)):
+        return False
+    stacked = equation.outvars[scan_counts(equation)[1] :]
+    has_keys = any(jnp.issubdtype(dtype_of(v), jax.dtypes.extended) for v in stacked)
+    return not has_keys and any(v in taken for v in stacked)
+
+
+def _elements(equation: JaxprEqn) -> set[Var]:
+    """The operands of a scan of which each step reads a part."""
+    elements = equation.invars[sum(scan_counts(equation)) :]
+    return {v for v in elements if type(v) is not Literal}
+
+
+def _without_copies(jaxpr: Any) -> tuple[list[JaxprEqn], list[Any]]:
+    """The equations of a program, and its results, without tags and `stop_gradient`."""
+    same: dict[Var, Any] = {}
+    of = lambda v: v if type(v) is Literal else same.get(v, v)  # noqa: E731
+    equations = []
+    for equation in jaxpr.eqns:
+        read = list(map(of, equation.invars))
+        if is_tag(equation) or detaches(equation):
+            same[equation.outvars[0]] = read[0]
+        else:
+            equations.append(equation.replace(invars=read))
+    return equations, list(map(of, jaxpr.outvars))
+
+
+def _parts(operations: Sequence[tuple], is_opened: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """The starts and ends of pieces: scans that are opened, and cuts between these."""
+    start = 0
+    for is_alone, group in itertools.groupby(is_opened):
+        end = start + len(list(group))
+        if is_alone:
+            yield from ((i, i + 1) for i in range(start, end))
+        else:
+            yield from ((start + i, start + j) for i, j in _cut(operations[start:end]))
+        start = end
+
+
+def _late(
+    equations: Sequence[JaxprEqn], inputs: Collection[Var], results: Sequence[Var]
+) -> list[JaxprEqn]:
     """The operations of a program, each behind those that do not need it, where that takes no room.
 
     JAX computes in the forward pass what only the backward pass reads, such as the factors of a
     derivative. XLA does so later, from fewer arrays, which are all that has to be kept.
     """
-    end = len(jaxpr.eqns)
-    kept = {v for v in (*jaxpr.invars, *jaxpr.constvars) if type(v) is not Literal}
-    first = {v: end for v in jaxpr.outvars if type(v) is not Literal}
+    end = len(equations)
+    kept = {*inputs}
+    first = dict.fromkeys(results, end)
     last = dict(first)
-    for i, equation in enumerate(jaxpr.eqns):
+    for i, equation in enumerate(equations):
         last |= {v: max(i, last.get(v, -1)) for v in _read(equation)}
     keys = []
     for i in reversed(range(end)):
-        equation = jaxpr.eqns[i]
+        equation = equations[i]
         at = min((first[v] for v in equation.outvars if v in first), default=i)
         longer = [v for v in _read(equation) - kept if last[v] < at]
-        is_moved = not equation.effects and sum(map(_bytes, longer)) <= sum(
-            map(_bytes, equation.outvars)
+        is_moved = not equation.effects and sum(map(byte_count, longer)) <= sum(
+            map(byte_count, equation.outvars)
         )
         at = at if is_moved else i
         for v in _read(equation):
             first[v], last[v] = min(at, first.get(v, end)), max(at, last[v])
         keys.append((at, at == i, i))
-    return [jaxpr.eqns[i] for *_, i in sorted(keys)]
+    return [equations[i] for *_, i in sorted(keys)]
 
 
 def _read(equation: JaxprEqn) -> set[Var]:
     return {v for v in equation.invars if type(v) is not Literal}
-
-
-def _bytes(v: Var) -> int:
-    aval: Any = v.aval
-    return math.prod(getattr(aval, "shape", ())) * getattr(
-        getattr(aval, "dtype", None), "itemsize", 0
-    )
 
 
 def _wired(part: Sequence[JaxprEqn]) -> tuple[list[Var], list]:

@@ -155,13 +155,14 @@ class _Rounding(Hook):
         if not holds_floats(aval) or np.ndim(value) and self.wide is None:
             return wide
         wide, short = jnp.asarray(wide), jnp.finfo(aval.dtype).nmant // 2
-        moved = self._to_neighbors(wide, aval.dtype, part=self.parts.constants)
-        if isinstance(wide, Tracer) or wide.ndim:
+        if isinstance(value, Tracer) or wide.ndim:
+            moved = self._to_neighbors(wide, aval.dtype, part=self.parts.constants)
             return jnp.where(_has_digits(wide, short), wide, moved)
         number = complex(value)
         parts = 2.0 ** (short + 1) * np.frexp([number.real, number.imag])[0]
-        is_short = np.all((parts == np.round(parts)) | ~np.isfinite(parts))
-        return value if is_short and self.wide is None else wide if is_short else moved
+        if np.all((parts == np.round(parts)) | ~np.isfinite(parts)):
+            return value if self.wide is None else wide
+        return self._to_neighbors(wide, aval.dtype, part=self.parts.constants)
 
     def values(self, jaxpr: Any) -> ProgramValues:
         return FreedValues(self, jaxpr)

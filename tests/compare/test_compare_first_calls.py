@@ -9,7 +9,7 @@ from jax.sharding import Mesh, PartitionSpec
 import clipgrad as cg
 from clipgrad._compare import recording
 from clipgrad._compare.loss_recording import recorded_loss
-from clipgrad._programs import is_repetitive
+from clipgrad._programs import is_repetitive, opened_scans
 
 W = jnp.asarray(np.random.default_rng(0).normal(size=(3, 3)) * 0.5, jnp.float32)
 X = jnp.asarray(np.random.default_rng(1).normal(size=(4, 3)), jnp.float32)
@@ -45,10 +45,12 @@ def on_devices(w, x):
     return jax.shard_map(own, mesh=mesh, in_specs=(P(), P("d")), out_specs=P())(w, x)
 
 
-def remade(fun, monkeypatch, most):
+def remade(fun, monkeypatch, most, can_be_cut=True):
     monkeypatch.setattr(recording, "_most_whole", lambda record: most)
+    monkeypatch.setattr(recording, "can_be_cut", lambda program: can_be_cut)
     made = recorded_loss(fun, (W, X), {}, 0, False)
-    record = made.with_lines().run(floor=True) if not made.has_lines else made.run(floor=True)
+    made = made if made.has_lines else made.with_lines()
+    record = made.run(floor=True)
     return made, [row for row in record.rows if row.kind in recording.NOTED]
 
 
@@ -57,12 +59,19 @@ def remade(fun, monkeypatch, most):
 def test_values_that_leave_a_program_have_the_sketches_that_it_makes_of_larger_ones(
     fun, monkeypatch
 ):
-    (first, whole), (second, inside) = (remade(fun, monkeypatch, n) for n in (2**25, 0))
+    """And those that are made when a piece of it, or some steps of its scan, have run."""
+    monkeypatch.setattr(opened_scans, "AT_ONCE", 7 * 4 * 48)  # bytes of 7 of 40 steps, or fewer
+    (first, whole), (by_pieces, at_once), (second, inside) = (
+        remade(fun, monkeypatch, *how) for how in ((2**25,), (0,), (0, False))
+    )
     assert (first.sketched, second.sketched) == (False, True)
-    for own, other in zip(whole, inside, strict=True):
-        assert (own.numbers.moved is None) == (other.numbers.moved is None)
-        scale = np.max(np.abs(other.numbers.sketch), initial=1e-6)
-        np.testing.assert_allclose(own.numbers.sketch, other.numbers.sketch, atol=1e-5 * scale)
+    assert not first.is_by_pieces and not second.is_by_pieces
+    assert by_pieces.is_by_pieces == (fun is not on_devices)
+    for own, *others in zip(whole, at_once, inside, strict=True):
+        for other in others:
+            assert (own.numbers.moved is None) == (other.numbers.moved is None)
+            scale = np.max(np.abs(other.numbers.sketch), initial=1e-6)
+            np.testing.assert_allclose(own.numbers.sketch, other.numbers.sketch, atol=1e-5 * scale)
     assert any(np.any(row.numbers.moved) for row in whole if row.numbers.moved is not None)
 
 

@@ -168,6 +168,7 @@ def test_a_comparison_takes_the_memory_of_a_gradient(wrap, monkeypatch):
 def test_a_comparison_by_lines_takes_at_most_half_more_memory_than_a_gradient(monkeypatch):
     """The program, and the one of its rounding; 2 times with sketches made at once."""
     monkeypatch.setattr(recording, "_most_whole", lambda record: 0)
+    monkeypatch.setattr(recording, "can_be_cut", lambda program: False)
 
     def loss(ws, x):
         for w in ws:
@@ -194,8 +195,8 @@ def test_a_comparison_piece_by_piece_takes_at_most_half_more_memory_than_a_gradi
     live = []
 
     def watched(jit):
-        def compiled(function):
-            run = jit(function)
+        def compiled(function, **options):
+            run = jit(function, **options)
 
             def watching(*inputs):
                 outputs = run(*inputs)
@@ -207,7 +208,9 @@ def test_a_comparison_piece_by_piece_takes_at_most_half_more_memory_than_a_gradi
         return compiled
 
     by_pieces = recording.ByPieces
-    monkeypatch.setattr(recording, "ByPieces", lambda run, jit: by_pieces(run, watched(jit)))
+    monkeypatch.setattr(
+        recording, "ByPieces", lambda run, jit, taken: by_pieces(run, watched(jit), taken)
+    )
     monkeypatch.setattr(recording, "_most_whole", lambda record: 0)
 
     def loss(ws, x, times=1.0):

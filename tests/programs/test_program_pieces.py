@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clipgrad._programs import ByPieces, is_repetitive
+from clipgrad._programs import ByPieces, is_repetitive, opened_scans
 
 W = jnp.asarray(np.random.default_rng(0).normal(size=(3, 3)) * 0.5, jnp.float32)
 X = jnp.asarray(np.random.default_rng(1).normal(size=(4, 3)), jnp.float32)
@@ -120,6 +120,46 @@ def test_what_nothing_reads_any_more_is_freed():
     before = sum(x.nbytes for x in jax.live_arrays())
     ByPieces(function, watched)(w, x)
     assert max(live) - before < 1.25 * (sizes.temp_size_in_bytes + sizes.output_size_in_bytes)
+
+
+def scanned(length):
+    """A loss of a scan, its gradient, and stacks: one that a loop reads, too, and of a constant."""
+
+    def loss(w, xs):
+        def step(carry, x):
+            h, count = carry
+            h = jnp.tanh(h @ w + x[0])
+            return (h, count + 1), (h * 2, h + x[1])
+
+        elements = xs[:length], jnp.zeros((length, 4, 3))
+        (h, count), (first, second) = jax.lax.scan(step, (X, 0), elements)
+        return jnp.mean(h**2) + jnp.mean(first), (first, second, h, count)
+
+    def run(w, xs):
+        (_, aux), grads = jax.value_and_grad(loss, has_aux=True)(w, xs)
+        return [*aux, jax.lax.stop_gradient(aux[1]), grads, jnp.sum(aux[0])]
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("length", "longest"), [(6, 3), (7, 3), (1, 1), (0, 0)])
+def test_what_a_scan_stacks_is_taken_when_some_steps_have_run(length, longest, monkeypatch):
+    """In the order of its steps, once, whatever reads it besides; other results are the same."""
+    monkeypatch.setattr(opened_scans, "AT_ONCE", 3 * 2 * X.nbytes)
+    seen = []
+
+    def take(x):
+        seen.append(x.shape)
+        return np.asarray(x) * 3
+
+    xs = jnp.asarray(np.random.default_rng(2).normal(size=(7, 4, 3)), jnp.float32)
+    function, numbers = scanned(length), (0, 1, 2, 4)
+    run, expected = ByPieces(function, jax.jit, dict.fromkeys(numbers, take)), function(W, xs)
+    for _ in range(2):
+        for i, (x, y) in enumerate(zip(run(W, xs), expected, strict=True)):
+            np.testing.assert_allclose(x, y * 3 if i in numbers else y, rtol=1e-5, atol=1e-6)
+    assert max((shape[0] for shape in seen if len(shape) == 3), default=0) == longest
 
 
 class Shift:
