@@ -245,7 +245,6 @@ class Recording:
             rows[i].numbers = numbers_of(part.reshape(rows[i].shape))
         for kind, arrays in zip(NOTED, notes, strict=True):
             axes = self._axes(kind)
-            arrays = {key: arrays[key] for key in axes}
             if not (self.is_by_pieces and self._taken):
                 arrays = on_host(arrays)
                 if not self.sketched:
@@ -319,11 +318,11 @@ def recording_of(
         returned.append(record.add(row, i))
     record.edges, record.scopes, record.rules = walk.edges()
     is_large = _size_of_notes(record) > _most_whole(record)
-    taps = [record.rows[i] for i in record.of("cotangent")]
+    seen_rows = [[record.rows[i] for i in record.of(kind)] for kind in NOTED]
     for row in fixed:
         record.add(row)
     moving, remade = [*returned_gradients], functools.partial(recording_of, *more)
-    evaluated = functools.partial(_evaluated, program, moving, keys, taps)
+    evaluated = functools.partial(_evaluated, program, moving, keys, *seen_rows)
     traced = trace(functools.partial(evaluated, False), (arrays,), {})
     more = {"remade": remade, "is_large": is_large}
     recording = Recording(record, traced, arrays, returned, devices, **more)
@@ -381,6 +380,7 @@ def _evaluated(
     program: Any,
     moving: Sequence[int],
     lines: LineKeys,
+    values: Sequence[Row],
     cotangents: Sequence[Row],
     sketched: bool,
     inputs: list,
@@ -391,7 +391,8 @@ def _evaluated(
     def outputs(moved: dict, taps: dict) -> tuple:
         hook = Sketches(taps=taps, lines=lines, sketched=sketched)
         results = evaluate(program, [moved.get(i, x) for i, x in enumerate(inputs)], hook)
-        return results, hook.noted()
+        notes = hook.noted()  # among them those of names that no row has
+        return results, {key: notes[key] for key in map(note_key, (row.position for row in values))}
 
     if not (moving or taps):
         return *outputs({}, {}), {}
