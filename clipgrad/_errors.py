@@ -13,6 +13,7 @@ from typing import Any
 # With the kind of the error before it, a line of a terminal.
 LINE = 90
 PAGE = 100
+LONG_CALL = 60  # seconds after which a call says what it took, and how it takes less
 _COMMENT = re.compile(r"<!--.*?-->\n*", re.DOTALL)  # in a page: what is for tests alone
 
 
@@ -21,6 +22,11 @@ def folded(text: str, indent: str = "") -> str:
     return textwrap.fill(
         text, PAGE, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
     )
+
+
+def note_of_time(what: str, seconds: float, advice: str) -> list[str]:
+    """The note of a call that took long; none of another one."""
+    return [f"the {what} took {seconds:.0f} s; {advice}"] if seconds > LONG_CALL else []
 
 
 def first_few(names: Sequence[str], most: int) -> str:

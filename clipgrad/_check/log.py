@@ -13,9 +13,9 @@ from clipgrad._check.points import Point
 from clipgrad._check.report import Failure, GradCheckReport
 from clipgrad._check.tolerances import LEAST_VERIFIED
 from clipgrad._check.verdict import KINK, NOISE, UNDECIDED, VERIFIED
+from clipgrad._errors import LONG_CALL, note_of_time
 
 REASON = 200  # characters of a note, which is whole below
-LONG = 60  # seconds after which a check says how to limit them
 
 
 @dataclasses.dataclass
@@ -73,12 +73,11 @@ class Log:
 
     def _note_of_time(self) -> list[str]:
         """What to write where a check without a limit took long."""
-        if self.options.time_budget is not None or self.options.seconds <= LONG:
+        if self.options.time_budget is not None:
             return []
-        text = (
-            f"the check took {self.options.seconds:.0f} s; with time_budget={LONG}, it stops after"
-        )
-        return [f"{text} {LONG} s, and what is left then counts as not verified"]
+        limit = f"with time_budget={LONG_CALL}, it stops after {LONG_CALL} s"
+        advice = f"{limit}, and what is left then counts as not verified"
+        return note_of_time("check", self.options.seconds, advice)
 
     def report(self) -> GradCheckReport:
         """The report; too few verified elements are a failure."""

@@ -5,6 +5,7 @@ Trace each version, or read its file: `recorded`, `load_record`. Run what was tr
 `by_rounding`, `ByPrecision`; and give the one `result`.
 """
 
+import dataclasses
 import functools
 import math
 import os
@@ -20,6 +21,7 @@ from clipgrad._compare.compare_checks import (
     is_dtype,
 )
 from clipgrad._compare.comparison_result import result
+from clipgrad._compare.durations import LINES, ROUNDING, RUNS, TRACING, Durations
 from clipgrad._compare.file import load_record
 from clipgrad._compare.findings import by_rounding
 from clipgrad._compare.inner_lines import with_inner_line
@@ -169,43 +171,69 @@ def compare(
         errors is always printed.
       * Files and dtypes are checked before any function runs. If no value is narrower than the
         dtype, nothing runs.
+      * If a comparison takes longer than a minute, a note says what took the time, and what would
+        make it shorter.
     """
     options: Any = {"other_args": other_args, "argnums": argnums, "names": names, "rtol": rtol}
     check_comparison(fun, other, args, kwargs, **options)
     call: Any = dict(kwargs or {}), argnums, has_aux
     versions: Any = fun, other
+    durations = Durations()
     with settings_of_runs():
         if is_dtype(other):
-            return _beside_itself(recorded(versions[0], args or (), *call), versions[1], rtol)
-        arguments = arguments_of(versions, args, other_args)
-        files = {i: load_record(versions[i]) for i in range(2) if arguments[i] is None}
-        check_files(files.values(), argnums, names)
-        among = next((record.argnums for record in files.values()), ())
-        has_others = bool(files) or other_args is not None  # which may be in other orders of axes
-        more: Any = has_others, among
+            with durations.of(TRACING):
+                recording = recorded(versions[0], args or (), *call)
+            comparison = _beside_itself(recording, versions[1], rtol, durations)
+        else:
+            comparison = _two_versions(versions, args, call, options, durations)
+    return dataclasses.replace(comparison, notes=(*comparison.notes, *durations.notes()))
+
+
+def _two_versions(
+    versions: Any, args: tuple | None, call: tuple, options: Mapping[str, Any], durations: Durations
+) -> GradientComparison:
+    """The comparison of two functions or files."""
+    other_args, argnums, names, rtol = options.values()
+    arguments = arguments_of(versions, args, other_args)
+    files = {i: load_record(versions[i]) for i in range(2) if arguments[i] is None}
+    check_files(files.values(), argnums, names)
+    among = next((record.argnums for record in files.values()), ())
+    has_others = bool(files) or other_args is not None  # which may be in other orders of axes
+    more: Any = has_others, among
+    with durations.of(TRACING):
         traced = [
             files[i] if i in files else recorded(versions[i], arguments[i], *call, *more)
             for i in range(2)
         ]
         ready = _checked(_with_lines_alike(traced, names), names)
+    with durations.of(RUNS):
         a, b = (x.run(whole=has_others) if isinstance(x, Recording) else x for x in ready)
-        matched = functools.partial(
-            _matched, a, b, names, rtol, bool(files), _moved(ready, (a, b), names)
-        )
-        sides = Sides(a, b, matched())
-        if rtol is None and not _is_same(sides) and _measure(ready, (a, b)):
-            sides = Sides(a, b, matched())
-        return result(sides, with_inner_line(by_rounding(sides), sides, ready, names))
+    matched = functools.partial(
+        _matched, a, b, names, rtol, bool(files), _moved(ready, (a, b), names)
+    )
+    sides = Sides(a, b, matched())
+    if rtol is None and not _is_same(sides):
+        with durations.of(ROUNDING):
+            is_measured = _measure(ready, (a, b))
+        sides = Sides(a, b, matched()) if is_measured else sides
+    with durations.of(LINES):
+        verdict = with_inner_line(by_rounding(sides), sides, ready, names)
+    return result(sides, verdict)
 
 
-def _beside_itself(recording: Recording, dtype: str, rtol: float | None) -> GradientComparison:
+def _beside_itself(
+    recording: Recording, dtype: str, rtol: float | None, durations: Durations
+) -> GradientComparison:
     """The comparison of a loss with itself in a wider type."""
     if not is_narrower(recording, dtype):
         return nothing_narrower(recording, dtype)
-    narrow, wide = recording.run(whole=True), run_in(recording, dtype)
+    with durations.of(RUNS):
+        narrow, wide = recording.run(whole=True), run_in(recording, dtype)
     judge = ByPrecision(recording, dtype, MOST_ROUNDING if rtol is None else rtol)
     sides = Sides(narrow, wide, match_by_name(narrow, wide, rtol=math.inf))
-    return result(sides, judge(sides))
+    with durations.of(ROUNDING):
+        verdict = judge(sides)
+    return result(sides, verdict)
 
 
 def _with_lines_alike(

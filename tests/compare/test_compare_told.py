@@ -1,6 +1,9 @@
 """What a comparison says: its message, its table, its lines, and what to write instead."""
 
+import functools
+import itertools
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +12,7 @@ import pytest
 from jax import lax
 
 import clipgrad as cg
+from clipgrad._compare.durations import ROUNDING, RUNS, TRACING, Durations
 from clipgrad._programs import Widen, evaluate
 
 OTHERS = pytest.mark.slow
@@ -234,3 +238,24 @@ def test_a_rule_whose_program_stops_something_is_judged_by_what_it_computes():
     assert slope == 6.0
     stopped = jax.make_jaxpr(lambda x: x * lax.stop_gradient(x))(3.0)
     assert jax.grad(lambda x: evaluate(stopped, [x], Widen("float32"))[0])(3.0) == 3.0
+
+
+@pytest.mark.parametrize("rounding, says", [(45, True), (15, False)])
+def test_a_comparison_of_over_a_minute_says_what_took_the_time(rounding, says):
+    now = [0.0]
+    durations = Durations(lambda: now[0])
+    for stage, seconds in ((TRACING, 2), (RUNS, 10), (RUNS, 20), (ROUNDING, rounding)):
+        with durations.of(stage):
+            now[0] += seconds
+    first = "the comparison took 77 s; 45 s for measuring what rounding does, 30 s for one run of"
+    notes = durations.notes()
+    assert [note.startswith(first) and "rtol=" in note for note in notes] == [True] * says
+
+
+def test_a_comparison_times_its_stages(monkeypatch):
+    ticks = itertools.count(0, 100)
+    clocked = functools.partial(Durations, lambda: float(next(ticks)))
+    monkeypatch.setattr(sys.modules["clipgrad._compare.compare"], "Durations", clocked)
+    comparison = cg.compare(jnp.sin, jnp.cos, (1.0,))
+    assert "100 s for tracing, 100 s for one run" in comparison.notes[-1]
+    assert "100 s for measuring" in comparison.notes[-1]
