@@ -22,7 +22,7 @@ from clipgrad._compare.sketches import (
     tapped,
     turned_sketches,
 )
-from clipgrad._programs import Hook, rounded, trace
+from clipgrad._programs import Hook, opened_scans, rounded, trace
 from tests.helpers import RELEASED
 from tests.rows import first_row
 
@@ -190,8 +190,12 @@ def test_a_comparison_by_lines_takes_at_most_half_more_memory_than_a_gradient(mo
 
 
 @pytest.mark.slow
-def test_a_comparison_piece_by_piece_takes_at_most_half_more_memory_than_a_gradient(monkeypatch):
+@pytest.mark.parametrize("form", ["unrolled", "scanned"])
+def test_a_comparison_piece_by_piece_takes_at_most_half_more_memory_than_a_gradient(
+    form, monkeypatch
+):
     """The arrays that live while the pieces run, of the program and of its rounding."""
+    monkeypatch.setattr(opened_scans, "AT_ONCE", 2**20)  # of 8 MiB; all steps have 18 MiB
     live = []
 
     def watched(jit):
@@ -213,15 +217,22 @@ def test_a_comparison_piece_by_piece_takes_at_most_half_more_memory_than_a_gradi
     )
     monkeypatch.setattr(recording, "_most_whole", lambda record: 0)
 
+    def layer(x, w, factor):
+        h = x @ w
+        h = jnp.tanh(h)
+        h = h if factor is None else h * factor
+        return x + h
+
     def loss(ws, x, times=1.0):
-        for i, w in enumerate(ws):
-            h = x @ w
-            h = jnp.tanh(h)
-            h = h * times if i == 12 else h
-            x = x + h
+        if form == "scanned":
+            factors = jnp.ones(24).at[12].set(times)
+            x, _ = jax.lax.scan(lambda x, e: (layer(x, *e), None), x, (ws, factors))
+        for i, w in enumerate(ws if form == "unrolled" else ()):
+            x = layer(x, w, times if i == 12 else None)
         return jnp.mean(x**2)
 
-    args = list(jnp.ones((24, 64, 64)) / 64), jnp.ones((1024, 64))
+    ws = jnp.ones((24, 64, 64)) / 64
+    args = ws if form == "scanned" else list(ws), jnp.ones((1024, 64))
     plain = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*args)
     before = sum(x.nbytes for x in jax.live_arrays())
     comparison = cg.compare(loss, lambda ws, x: loss(ws, x, 1.01), args)
