@@ -261,7 +261,7 @@ class Recording:
 
 
 def _sketched(x: Any, axes: int) -> np.ndarray:
-    return host_sketches(np.asarray(x), axes)
+    return host_sketches(on_host(x), axes)
 
 
 def _copies(sketch: Any, known: np.ndarray) -> np.ndarray:
