@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -34,11 +34,12 @@ from clipgrad._programs.kinds import (
 )
 from clipgrad._programs.numeric import Does, does, numeric_of
 from clipgrad._programs.programs import is_foreign
-from clipgrad._programs.widen import Widen
+from clipgrad._programs.widen import Widen, computed_types
 
 NEIGHBOR = 0.51  # x + x * (0.51 eps) rounds to a neighbor of x, whatever its leading digits
 RUNS_ON = ("cpu", "gpu", "tpu")
 MEASURE = "clipgrad_measure"  # the name of a `jit`
+FACTOR = 0xFF51AFD7ED558CCD  # odd, without a pattern: of MurmurHash3's finalizer, by A. Appleby
 # The rounding of float32 operands on CUDA and on a TPU, by the precision of their product.
 PASSES = {
     "DEFAULT": (2.0**-10, 2.0**-7),
@@ -71,9 +72,25 @@ def rounded(program: Any, inputs: Sequence, seed: Any) -> list:
     Custom rules are entered by what they compute. The seed is an array: one compiled program serves
     all of them.
     """
-    hook = _Rounding(mixed(jnp.asarray(seed, jnp.uint32)), _platform(), itertools.count(1))
+    hook = _Rounding(_spread(seed), _platform(), itertools.count(1))
     with one_promotion():
         return evaluate(program, inputs, hook)
+
+
+class Distance(NamedTuple):
+    """How far numbers move: by a part of themselves, and no less than a number.
+
+    Whole numbers below the third stay: few are whole by chance.
+    """
+
+    part: Any
+    least: Any
+    whole: Any
+
+    @classmethod
+    def of(cls, eps: Any, least: Any) -> Self:
+        """To the neighbor of a number in a type."""
+        return cls(NEIGHBOR * eps, NEIGHBOR * least, 1 / (16 * eps))
 
 
 class Parts(NamedTuple):
@@ -100,10 +117,20 @@ def rounded_in_float64(
     may run elsewhere.
     """
     number = jnp.int32(RUNS_ON.index(platform) if platform in RUNS_ON else 0)
-    mixed_seed, wide = mixed(jnp.asarray(seed, jnp.uint32)), Widen(jnp.float64)
-    hook = _Rounding(mixed_seed, number, itertools.count(1), parts, wide=wide)
+    wide = Widen(jnp.float64)
+    types = {name: jnp.finfo(name) for name in computed_types(program)}
+    distances = {
+        name: _in_float64(float(limits.eps), float(limits.smallest_subnormal), parts.results)
+        for name, limits in types.items()
+    }
+    hook = _Rounding(_spread(seed), number, itertools.count(1), parts, distances, wide=wide)
     with one_promotion():
         return evaluate(program, [wide.constant(x, None) for x in inputs], hook)
+
+
+def _in_float64(eps: Any, least: Any, part: Any) -> Distance:
+    """To the neighbor in float64 of what is off by a part of a rounding."""
+    return Distance.of(eps * part + float(jnp.finfo(jnp.float64).eps), least * part)
 
 
 @jax.tree_util.register_dataclass
@@ -115,6 +142,7 @@ class _Rounding(Hook):
     platform: Any
     numbers: Iterator[int] = dataclasses.field(metadata={"static": True})
     parts: Parts = Parts()
+    distances: Mapping[str, Distance] = dataclasses.field(default_factory=dict)
     in_while: bool = dataclasses.field(default=False, metadata={"static": True})
     wide: Widen | None = dataclasses.field(default=None, metadata={"static": True})
 
@@ -181,15 +209,22 @@ class _Rounding(Hook):
         """A number of type `dtype`, narrower than `x` or not, moved by one rounding of `dtype`."""
         if not holds_floats(x) or not x.size:
             return x
-        limits = jnp.finfo(dtype)
-        eps, least = float(limits.eps) if eps is None else eps, float(limits.smallest_subnormal)
-        if self.wide is not None:
-            part = self.parts.results if part is None else part
-            eps, least = eps * part + float(jnp.finfo(x.dtype).eps), least * part
         seed = self.seed
         if self.in_while or self.wide is not None:
-            seed = mixed(seed + jnp.uint32(next(self.numbers) * 0x9E3779B1 % 2**32))
-        return _to_neighbors(x, seed, eps, NEIGHBOR * least, by_bits=not self.in_while)
+            seed = seed ^ jnp.uint32(next(self.numbers) * 0x9E3779B1 % 2**32)
+        by = self._distance(jnp.finfo(dtype), eps, part)
+        return _to_neighbors(x, seed, by, by_bits=not self.in_while)
+
+    def _distance(self, limits: Any, eps: Any, part: Any) -> Distance:
+        """How far numbers of a type move: by a rounding of it, or by ``eps`` of themselves."""
+        own, least = float(limits.eps), float(limits.smallest_subnormal)
+        is_own = eps is None or isinstance(eps, float) and eps == own
+        eps = own if is_own else eps
+        if self.wide is None:
+            return Distance.of(eps, least)
+        if is_own and part is None and limits.dtype.name in self.distances:
+            return self.distances[limits.dtype.name]
+        return _in_float64(eps, least, self.parts.results if part is None else part)
 
     def _all(self, equation: JaxprEqn, values: Sequence, eps: Any = None) -> list:
         return [
@@ -267,6 +302,11 @@ class _Rounding(Hook):
         return lax.select_n(self.platform, *(jnp.float32(max(e, eps)) for e in (0.0, *known)))
 
 
+def _spread(seed: Any) -> Any:
+    """A seed that is far from another one, and from a number of an operation."""
+    return jnp.asarray(seed, jnp.uint32) * jnp.uint32(0x85EBCA6B)
+
+
 def _platform() -> Any:
     """0; 1 where the program runs on CUDA, 2 on a TPU."""
     forms = {"cuda": lambda: jnp.int32(1), "tpu": lambda: jnp.int32(2)}
@@ -277,48 +317,63 @@ def _has_digits(x: Any, count: int) -> Any:
     """Whether numbers have at most so many binary digits behind the first."""
     if jnp.iscomplexobj(x):
         return _has_digits(jnp.real(x), count) & _has_digits(jnp.imag(x), count)
-    return lax.reduce_precision(x, jnp.finfo(x.dtype).nexp, count) == x
+    wide = _in_words(x)
+    further = (1 << (jnp.finfo(wide.dtype).nmant - count)) - 1
+    return _bits(wide) & further == 0
 
 
 @functools.partial(jax.jit, static_argnames="by_bits")  # traced once for each type
-def _to_neighbors(x: Any, seed: Any, eps: Any, least: Any, by_bits: bool) -> Any:
-    """Each number but small whole ones, moved by ``eps`` of itself or `least`, up or down."""
-    wide = x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
+def _to_neighbors(x: Any, seed: Any, by: "Distance", by_bits: bool) -> Any:
+    """Each number but small whole ones, moved up or down.
+
+    A program has this code for each of its operations, and few others: what it has, XLA compiles
+    some hundred times.
+    """
+    wide = _in_words(x)
     real = jnp.finfo(wide.dtype).dtype
-    bits = _folded_bits(wide) if by_bits else jnp.zeros(x.shape, jnp.uint32)
-    up = mixed(bits + _flat_positions(x.shape) ^ seed) >> jnp.uint32(31) == 1
-    sign = jnp.where(up, jnp.ones((), real), -jnp.ones((), real))
-    step = NEIGHBOR * jnp.asarray(eps, real)
+    part, least, whole = (jnp.asarray(number, real) for number in by)
+    up = _is_up(wide, seed, by_bits)
     if jnp.iscomplexobj(x):
-        y = x + x * (step * sign)
+        y = x + x * jnp.where(up, part, -part)
         return jnp.where(jnp.isfinite(y), y, x)
-    size = jnp.where(x == 0, 0, jnp.maximum(jnp.abs(wide) * step, jnp.asarray(least, real)))
-    y = (wide + size * sign).astype(x.dtype)
-    most = 1 / (16 * jnp.asarray(eps, jnp.float32))  # below it few numbers are whole by chance
-    is_count = (x == jnp.round(x)) & (jnp.abs(wide) < most.astype(wide.dtype))
-    return jnp.where(is_count | ~jnp.isfinite(y), x, y)
+    size = jnp.abs(wide)
+    distance = jnp.maximum(size * part, least)
+    y = (wide + lax.select(up, distance, -distance)).astype(x.dtype)
+    is_moved = (jnp.round(wide) != wide) | (size >= whole)
+    return lax.select(is_moved & jnp.isfinite(y), y, x)
 
 
-def _flat_positions(shape: tuple[int, ...]) -> Any:
-    """A number of 32 bits for each index, by its position in the flat array."""
-    positions, stride = jnp.zeros(shape, jnp.uint32), 1
-    for axis in reversed(range(len(shape))):
-        along = lax.broadcasted_iota(jnp.uint32, shape, axis)
-        positions = positions + along * jnp.uint32(stride * 2654435761 % 2**32)
-        stride *= shape[axis]
-    return positions
+def _is_up(x: Any, seed: Any, by_bits: bool) -> Any:
+    """A hash of one bit for each number: of its position, of the seed and, if asked for, its bits.
+
+    The highest bit of a product depends on all bits of a factor. A shift before each of two
+    products, and a number and its neighbors, its multiples and its negative are as random as others.
+    """
+    word = _word(x.dtype)
+    bits = lax.iota(word, x.size).reshape(x.shape) ^ jnp.asarray(seed, word)
+    if by_bits and jnp.iscomplexobj(x):
+        bits = bits ^ _bits(jnp.real(x)) ^ _bits(jnp.imag(x)) * word(3)
+    elif by_bits:
+        bits = bits ^ _bits(x)
+    half, factor = bits.dtype.itemsize * 4, word(FACTOR & jnp.iinfo(word).max)
+    for _ in range(2):
+        bits = (bits ^ (bits >> word(half))) * factor
+    return bits >= word(1 << (2 * half - 1))
 
 
-def _folded_bits(x: Any) -> Any:
-    """The bits of each number of 32 bits or more, folded to 32."""
-    if jnp.iscomplexobj(x):
-        return _folded_bits(jnp.real(x)) + jnp.uint32(0x85EBCA6B) * _folded_bits(jnp.imag(x))
-    if jnp.finfo(x.dtype).bits == 32:
-        return lax.bitcast_convert_type(x, jnp.uint32)
-    # In one number: of two, XLA computes all that comes before each of them again.
-    bits = lax.bitcast_convert_type(x, jnp.uint64)
-    high = (bits >> jnp.uint64(32)).astype(jnp.uint32)
-    return bits.astype(jnp.uint32) ^ high * jnp.uint32(0x85EBCA6B)
+def _in_words(x: Any) -> Any:
+    """Numbers of whole words, which half precision has not, in their own type or in float32."""
+    return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
+
+
+def _bits(x: Any) -> Any:
+    """The bits of real numbers of whole words."""
+    return lax.bitcast_convert_type(x, _word(x.dtype))
+
+
+def _word(dtype: Any) -> Any:
+    """The type of the bits of a number, or of one part of a complex one."""
+    return jnp.uint32 if jnp.finfo(dtype).bits == 32 else jnp.uint64
 
 
 def mixed(bits: Any) -> Any:
