@@ -1,8 +1,9 @@
-"""A function that runs again, where that would compile its loops again.
+"""A function without rules that runs again, without compiling again what it computes.
 
-Outside of `jax.jit` a loop is compiled at each call, since its body is a new function each time.
-What a function without rules computes is what its trace says. So its Python runs again in a trace,
-and if that is the same program, the program that is compiled already has the numbers.
+Outside of `jax.jit` JAX compiles each operation, forward and backward, and a loop at each call,
+since its body is a new function each time. What a function without rules computes is what its trace
+says. So once it has run and was differentiated outside of `jax.jit`, its Python runs again in a
+trace, and if that is the same program, the one that is compiled already has the numbers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,12 +18,9 @@ from clipgrad._check.checked_function import CheckedFunction, Leaves, traced
 from clipgrad._check.user_code import call_compiled, call_user
 
 
-def is_compiled_anew(function: CheckedFunction) -> bool:
-    """Whether JAX compiles a loop at each call of a function, whose derivative is JAX's alone."""
-    program = function.program
-    if program is None or has_rules(function) or _programs.side_effects(program):
-        return False
-    return _holds_loops(program)
+def is_traced(function: CheckedFunction) -> bool:
+    """Whether a trace says what a function computes, and its derivative is JAX's alone."""
+    return not (has_rules(function) or _programs.side_effects(function.program))
 
 
 def has_rules(function: CheckedFunction) -> bool:
@@ -34,8 +32,8 @@ def has_rules(function: CheckedFunction) -> bool:
 
 
 def is_traced_alike(function: CheckedFunction) -> bool:
-    """Whether the Python of a function that JAX compiles anew is again the same program."""
-    if not is_compiled_anew(function):
+    """Whether the Python of a function of which a trace says all is again the same program."""
+    if not is_traced(function):
         return False
     return is_same_program(traced(function.fun, function.inputs), function.program)
 
@@ -93,14 +91,6 @@ def _value_and_gradient(function: CheckedFunction) -> Callable:
         return outputs, pull(cotangents)[0]
 
     return _programs.low_jit(run)
-
-
-def _holds_loops(program: Any) -> bool:
-    """Whether a program holds programs but in a `jit`, which keeps what it has compiled."""
-    held = [(e, _programs.held_programs(e)) for e in _programs.opened(program)[0].eqns]
-    return any(
-        inner and (not _programs.is_jit(e) or any(map(_holds_loops, inner))) for e, inner in held
-    )
 
 
 def _constants(program: Any) -> Iterator[Any]:

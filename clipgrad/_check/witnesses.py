@@ -1,5 +1,6 @@
 """The witnesses: the gradient as a program computes it, the rule and plain AD in float64."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from clipgrad._check.checked_function import CheckedFunction
 from clipgrad._check.float64 import Unsupported, Wide, in_float64
 from clipgrad._check.slopes import Evaluation, Neighborhood, spread
 from clipgrad._check.tolerances import RUNS_OF_GRADIENT, narrowest
-from clipgrad._check.traced_again import CompiledVJP, has_rules, is_compiled_anew
+from clipgrad._check.traced_again import CompiledVJP, has_rules, is_traced
 from clipgrad._check.user_code import UserError, call_compiled, call_user
 from clipgrad._programs import Parts, rounded_in_float64
 
@@ -39,8 +40,14 @@ class VJP(NamedTuple):
 
 
 def differentiated(function: CheckedFunction, xs: Sequence[Any]) -> VJP:
-    """`jax.vjp` at a point, outside of `jax.jit` as in a user's program."""
+    """`jax.vjp` at a point, outside of `jax.jit` as in a user's program.
+
+    Without rules, the way back is JAX's alone: it is compiled as one program.
+    """
     outputs, pull = call_user(jax.vjp, function.fun, list(xs))
+    if is_traced(function):
+        back = _programs.low_jit(lambda pull, cotangents: pull(cotangents))
+        pull = functools.partial(back, pull)
     return VJP(outputs, pull, function.outputs)
 
 
@@ -103,7 +110,7 @@ class Witnesses(NamedTuple):
       narrow: the narrowest type that the function computes in.
       is_ruled: whether it has a rule that is not of JAX's own operations.
       loops: whether it holds a loop that stops by its numbers.
-      compiled: the VJP as one program, where each call of the function compiles its loops.
+      compiled: the VJP as one program, of a function of which a trace says all.
     """
 
     function: CheckedFunction
@@ -188,7 +195,7 @@ def _rule(function: CheckedFunction, notes: list[str]) -> Witness | None:
 
 def _compiled_vjp(function: CheckedFunction) -> CompiledVJP | None:
     try:
-        return CompiledVJP(function) if is_compiled_anew(function) else None
+        return CompiledVJP(function) if is_traced(function) else None
     except UserError:
         return None
 

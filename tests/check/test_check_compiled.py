@@ -18,11 +18,19 @@ def layers(weights, x, position):
     return (h**2).sum() * position
 
 
-def test_the_loop_of_a_loss_is_compiled_three_times_outside_of_jit(compiled):
-    # The loss, its derivative and that one's transpose; an integer makes the check ask for types.
+def test_the_loop_of_a_loss_is_compiled_twice_outside_of_jit(compiled):
+    # The loss and its derivative; an integer makes the check ask for types.
     args = normal(3, 2, 3, 3, dtype=jnp.float32), jnp.ones((2, 3)), 2
     assert cg.check_grads(lambda *args: layers(*args), args, wrt=0).ok
-    assert sum(count for name, count in compiled.items() if "scan" in name) == 3
+    assert sum(count for name, count in compiled.items() if "scan" in name) == 2
+
+
+def test_the_way_back_of_a_loss_without_rules_is_one_program(compiled):
+    # Of each operation there is a program of the loss and one of its derivative, no transpose.
+    x = jnp.linspace(1.0, 2.0, 23)  # a size of which no other test has programs
+    assert cg.check_grads(lambda x: jnp.sum(jnp.sin(x) * x), (x,)).ok
+    assert compiled["jit(sin)"] == 2
+    assert not {"jit(mul)", "jit(add_any)"} & set(compiled)
 
 
 def scanned(scale):
