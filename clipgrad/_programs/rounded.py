@@ -346,8 +346,8 @@ def _to_neighbors(x: Any, seed: Any, by: "Distance", by_bits: bool) -> Any:
 def _is_up(x: Any, seed: Any, by_bits: bool) -> Any:
     """A hash of one bit for each number: of its position, of the seed and, if asked for, its bits.
 
-    The highest bit of a product depends on all bits of a factor. A shift before each of two
-    products, and a number and its neighbors, its multiples and its negative are as random as others.
+    The highest bit of a product depends on all bits of a factor. After two products, with a shift
+    before each, a number, its neighbors, its multiples and its negative have independent bits.
     """
     word = _word(x.dtype)
     bits = lax.iota(word, x.size).reshape(x.shape) ^ jnp.asarray(seed, word)
