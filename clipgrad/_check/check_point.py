@@ -97,6 +97,9 @@ def _explained_room(point: Point, rule: np.ndarray) -> np.ndarray:
     A rule may lose some roundings of the largest effect of any element, and where all are as small,
     of the value itself.
     """
+    plain = point.rounding(AS_COMPUTED, plain_alone=True)
+    if rule is point.plain:
+        return plain
     eps = float(jnp.finfo(point.witnesses.narrow).eps)
     unit = PRECISIONS["float32"].roundings * eps
     largest = np.abs(rule * point.scale).max()
@@ -104,7 +107,7 @@ def _explained_room(point: Point, rule: np.ndarray) -> np.ndarray:
     value = (np.abs(point.covectors) @ np.nan_to_num(value, posinf=0.0)).max()
     largest = value if largest <= unit * value else largest
     lost = np.fmin(point.rounding(OF_RULE), unit * largest / point.scale)
-    return np.fmax(point.rounding(AS_COMPUTED, plain_alone=True), lost)
+    return np.fmax(plain, lost)
 
 
 def failures_on_another_device(

@@ -102,15 +102,15 @@ class Point:
 
     def rounding(self, parts: Parts, plain_alone: bool = False) -> np.ndarray:
         """The distance that roundings explain at each element, of plain AD or of the rule."""
-        key = parts, plain_alone
+        key = parts, plain_alone or self.rule is self.plain
         if key not in self._roundings:
-            self._roundings[key] = self._rounding(parts, plain_alone)
+            self._roundings[key] = self._rounding(*key)
         return self._roundings[key]
 
     def _rounding(self, parts: Parts, plain_alone: bool) -> np.ndarray:
         most, witnesses = np.zeros(self.computed.shape[1]), self.witnesses
         pairs = [(witnesses.plain, self.plain)]
-        pairs += [] if plain_alone or self.rule is self.plain else [(witnesses.rule, self.rule)]
+        pairs += [] if plain_alone else [(witnesses.rule, self.rule)]
         for witness, exact in pairs:
             if witness is not None and exact is not None:
                 most = np.fmax(most, witness.moved(self.xs, self.covectors, parts, exact))
