@@ -137,12 +137,9 @@ def _has_numbers(leaf):
 
 
 def traced(fun: Callable[[Leaves], Leaves], inputs: Leaves) -> Any:
-    """The function as a program, or None if it cannot be traced.
-
-    Its Python runs each time: JAX keeps the trace of a function, but not of a new one around it.
-    """
+    """The function as a program, or None if it cannot be traced."""
     try:
-        return call_user(jax.make_jaxpr(lambda xs: fun(xs)), inputs)
+        return call_user(jax.make_jaxpr(fun), inputs)
     except UserError:
         return None
 

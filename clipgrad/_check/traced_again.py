@@ -32,8 +32,8 @@ def has_rules(function: CheckedFunction) -> bool:
 
 
 def is_traced_alike(function: CheckedFunction) -> bool:
-    """Whether the Python of a function of which a trace says all is again the same program."""
-    if not is_traced(function):
+    """Whether the Python of a function that JAX compiles anew is again the same program."""
+    if not (is_traced(function) and _holds_loops(function.program)):
         return False
     return is_same_program(traced(function.fun, function.inputs), function.program)
 
@@ -91,6 +91,14 @@ def _value_and_gradient(function: CheckedFunction) -> Callable:
         return outputs, pull(cotangents)[0]
 
     return _programs.low_jit(run)
+
+
+def _holds_loops(program: Any) -> bool:
+    """Whether a program holds programs but in a `jit`, which keeps what it has compiled."""
+    held = [(e, _programs.held_programs(e)) for e in _programs.opened(program)[0].eqns]
+    return any(
+        inner and (not _programs.is_jit(e) or any(map(_holds_loops, inner))) for e, inner in held
+    )
 
 
 def _constants(program: Any) -> Iterator[Any]:

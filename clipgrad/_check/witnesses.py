@@ -1,6 +1,5 @@
 """The witnesses: the gradient as a program computes it, the rule and plain AD in float64."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -45,10 +44,21 @@ def differentiated(function: CheckedFunction, xs: Sequence[Any]) -> VJP:
     Without rules, the way back is JAX's alone: it is compiled as one program.
     """
     outputs, pull = call_user(jax.vjp, function.fun, list(xs))
-    if is_traced(function):
-        back = _programs.low_jit(lambda pull, cotangents: pull(cotangents))
-        pull = functools.partial(back, pull)
+    pull = _in_one_program(pull) if is_traced(function) else pull
     return VJP(outputs, pull, function.outputs)
+
+
+def _in_one_program(pull: Any) -> Callable[[Sequence], tuple]:
+    """A pull-back, compiled if it can be: a program moves no array to another device."""
+    compiled = _programs.low_jit(lambda pull, cotangents: pull(cotangents))
+
+    def run(cotangents):
+        try:
+            return call_user(compiled, pull, cotangents)
+        except UserError:
+            return pull(cotangents)
+
+    return run
 
 
 class Witness:
@@ -194,10 +204,15 @@ def _rule(function: CheckedFunction, notes: list[str]) -> Witness | None:
 
 
 def _compiled_vjp(function: CheckedFunction) -> CompiledVJP | None:
+    """Value and gradient as one program; None where it cannot be one."""
+    if not is_traced(function):
+        return None
     try:
-        return CompiledVJP(function) if is_traced(function) else None
+        compiled = CompiledVJP(function)
+        compiled.first(function.inputs, [y * 0 for y in function.outputs])
     except UserError:
         return None
+    return compiled
 
 
 def _stops_by_numbers(program: Any) -> bool:

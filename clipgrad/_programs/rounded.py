@@ -217,12 +217,12 @@ class _Rounding(Hook):
 
     def _distance(self, limits: Any, eps: Any, part: Any) -> Distance:
         """How far numbers of a type move: by a rounding of it, or by ``eps`` of themselves."""
-        own, least = float(limits.eps), float(limits.smallest_subnormal)
-        is_own = eps is None or isinstance(eps, float) and eps == own
-        eps = own if is_own else eps
+        type_eps, least = float(limits.eps), float(limits.smallest_subnormal)
+        is_plain = eps is None or isinstance(eps, float) and eps == type_eps
+        eps = type_eps if is_plain else eps
         if self.wide is None:
             return Distance.of(eps, least)
-        if is_own and part is None and limits.dtype.name in self.distances:
+        if is_plain and part is None and limits.dtype.name in self.distances:
             return self.distances[limits.dtype.name]
         return _in_float64(eps, least, self.parts.results if part is None else part)
 

@@ -121,7 +121,6 @@ LIMITS: dict[tuple[str, str], str] = {
     ("wrong", "a_sort_of_the_rows_of_a_range"): "a further point keeps what is far apart in order",
     ("wrong", "sum_in_fixed_point"): "numbers cast to integers in a rule have no slopes in float64",
     ("right", "sum_in_fixed_point"): "numbers cast to integers in a rule have no slopes in float64",
-    ("wrong", "loop_that_stops_counting_at_256"): "it fails, as nothing was verified",
     ("right", "deep_equilibrium"): 'a loop stops by its numbers: write skip="linearity"',
     ("right", "deep_equilibria_of_a_batch"): 'a loop stops by its numbers: skip="linearity"',
     ("right", "roots_by_iteration_in_tenths"): "not converged in float64: write tolerance=...",

@@ -1,5 +1,6 @@
 """The rounding of a program: what moves, by how much, and what does not."""
 
+import functools
 import sys
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from clipgrad._programs import low_jit, rounded
+from clipgrad._programs import Parts, equations, low_jit, rounded, rounded_in_float64
 from tests.compare.compare_trainers import AXIS, mesh
 
 RUNS = 8
@@ -215,3 +216,20 @@ def test_a_product_in_float32_moves_by_the_passes_of_its_backend(monkeypatch, pl
     product, exact, other = movements(results, W, X)
     assert 0.5 * 2.0**-bits < product < 2 * 2.0**-bits
     assert max(exact, other) < 3 * eps("float32")
+
+
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_a_number_moves_by_few_operations(is_wide):
+    """XLA compiles them for each operation of a program: they are most of what rounding costs."""
+    x = numbers(2, 3, 4)
+
+    def count(steps):
+        sines = lambda x: functools.reduce(lambda x, _: jnp.sin(x), range(steps), x)  # noqa: E731
+        program = jax.make_jaxpr(sines)(x)
+        run = lambda x, seed, parts: rounded_in_float64(program, [x], seed, parts)  # noqa: E731
+        if not is_wide:
+            run = lambda x, seed, parts: rounded(program, [x], seed)  # noqa: E731
+        with jax.enable_x64(is_wide):
+            return len(list(equations(jax.make_jaxpr(run)(x, jnp.uint32(1), Parts()))))
+
+    assert count(3) - count(2) < 36
