@@ -72,7 +72,7 @@ def rounded(program: Any, inputs: Sequence, seed: Any) -> list:
     Custom rules are entered by what they compute. The seed is an array: one compiled program serves
     all of them.
     """
-    hook = _Rounding(_spread(seed), _platform(), itertools.count(1))
+    hook = _Rounding(mixed(jnp.asarray(seed, jnp.uint32)), _platform(), itertools.count(1))
     with one_promotion():
         return evaluate(program, inputs, hook)
 
@@ -211,7 +211,8 @@ class _Rounding(Hook):
             return x
         seed = self.seed
         if self.in_while or self.wide is not None:
-            seed = seed ^ jnp.uint32(next(self.numbers) * 0x9E3779B1 % 2**32)
+            number = jnp.uint32(next(self.numbers) * 0x9E3779B1 % 2**32)
+            seed = mixed(seed + number) if self.wide is None else seed ^ number
         by = self._distance(jnp.finfo(dtype), eps, part)
         return _to_neighbors(x, seed, by, by_bits=not self.in_while)
 
@@ -344,21 +345,37 @@ def _to_neighbors(x: Any, seed: Any, by: "Distance", by_bits: bool) -> Any:
 
 
 def _is_up(x: Any, seed: Any, by_bits: bool) -> Any:
-    """A hash of one bit for each number: of its position, of the seed and, if asked for, its bits.
+    """A hash of one bit for each number: of its position, the seed and, if asked for, its bits."""
+    word = _word(x.dtype)
+    bits = jnp.zeros(x.shape, word)
+    if by_bits and jnp.iscomplexobj(x):
+        bits = _bits(jnp.real(x)) + word(0x85EBCA6B) * _bits(jnp.imag(x))
+    elif by_bits:
+        bits = _bits(x)
+    if word is jnp.uint32:
+        return mixed(bits + _flat_positions(x.shape) ^ seed) >> word(31) == 1
+    return _is_high(bits ^ lax.iota(word, x.size).reshape(x.shape) ^ jnp.asarray(seed, word))
+
+
+def _is_high(bits: Any) -> Any:
+    """A hash of one bit for each number of 64 bits, by few operations.
 
     The highest bit of a product depends on all bits of a factor. After two products, with a shift
     before each, a number, its neighbors, its multiples and its negative have independent bits.
     """
-    word = _word(x.dtype)
-    bits = lax.iota(word, x.size).reshape(x.shape) ^ jnp.asarray(seed, word)
-    if by_bits and jnp.iscomplexobj(x):
-        bits = bits ^ _bits(jnp.real(x)) ^ _bits(jnp.imag(x)) * word(3)
-    elif by_bits:
-        bits = bits ^ _bits(x)
-    half, factor = bits.dtype.itemsize * 4, word(FACTOR & jnp.iinfo(word).max)
     for _ in range(2):
-        bits = (bits ^ (bits >> word(half))) * factor
-    return bits >= word(1 << (2 * half - 1))
+        bits = (bits ^ (bits >> jnp.uint64(32))) * jnp.uint64(FACTOR)
+    return bits >= jnp.uint64(1 << 63)
+
+
+def _flat_positions(shape: tuple[int, ...]) -> Any:
+    """A number of 32 bits for each index, by its position in the flat array."""
+    positions, stride = jnp.zeros(shape, jnp.uint32), 1
+    for axis in reversed(range(len(shape))):
+        along = lax.broadcasted_iota(jnp.uint32, shape, axis)
+        positions = positions + along * jnp.uint32(stride * 2654435761 % 2**32)
+        stride *= shape[axis]
+    return positions
 
 
 def _in_words(x: Any) -> Any:
