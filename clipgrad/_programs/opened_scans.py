@@ -61,7 +61,8 @@ class OpenedScan:
     def __call__(self, *inputs: Any) -> tuple[list, dict[Var, np.ndarray]]:
         """The outputs, and what has become of results that are taken."""
         fixed, carry, elements = self._split(inputs)
-        stacks = [jnp.zeros(v.aval.shape, dtype_of(v)) for v in self._kept]
+        types: list[Any] = [v.aval for v in self._kept]
+        stacks = [jnp.zeros(x.shape, x.dtype) for x in types]
         spans = list(itertools.pairwise(self._starts))
         notes = []
         for start, end in reversed(spans) if is_reversed(self._equation) else spans:
@@ -126,7 +127,8 @@ class OpenedScan:
         """All of an operand, of which XLA makes only what is read if it is made of nothing."""
         if (made := self._constants.get(v)) is None:
             return x
-        return bind(made, [literal.val for literal in made.invars])[0]
+        literals: Any = made.invars
+        return bind(made, [literal.val for literal in literals])[0]
 
 
 def _starts(length: int, most: int) -> list[int]:

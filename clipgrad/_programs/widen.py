@@ -81,7 +81,7 @@ class Widen(Hook):
         """The results in the wide type; None where the equation is entered."""
         if detaches(equation):
             return [self.stop(inputs[0])]
-        if does(equation) is Does.REDUCES:
+        if does(equation) is Does.REDUCES and not _is_power_of_two(equation):
             return inputs
         if is_print(equation):
             return []
@@ -138,6 +138,11 @@ class NoRules(Widen):
         """The results, rounded where the program rounds."""
         rounds = does(equation) is Does.REDUCES or numeric_of(equation).is_product
         return bind(equation, inputs) if rounds else super().__call__(equation, inputs)
+
+
+def _is_power_of_two(equation: JaxprEqn) -> bool:
+    """Whether the result is a scale, as of a norm: not a number that a narrow type would round."""
+    return equation.params["mantissa_bits"] == 0
 
 
 def computed_types(program: Any) -> set[str]:

@@ -42,6 +42,11 @@ def test_it_computes_in_float64_inside_every_program(name):
     np.testing.assert_allclose(value, np.sin(np.asarray(X, np.float64)), rtol=1e-14)
 
 
+def test_a_power_of_two_that_a_program_scales_by_stays_one():
+    scale = lambda x: lax.reduce_precision(x, 8, 0)  # noqa: E731
+    np.testing.assert_array_equal(wide(scale), np.asarray(scale(X)))
+
+
 def test_products_are_taken_in_float64_whatever_their_precision():
     product = lambda x: jnp.dot(x, x, precision="default", preferred_element_type=jnp.float32)  # noqa: E731
     exact = np.asarray(X, np.float64)
