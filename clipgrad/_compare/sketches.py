@@ -91,6 +91,7 @@ def _host_parts(flat: np.ndarray) -> np.ndarray:
     return functools.reduce(lambda a, b: _joined(a, b, np), sketches)
 
 
+@np.errstate(invalid="ignore", over="ignore")  # NumPy warns of the largest of bfloat16 with NaN
 def _host_sums(flat: np.ndarray, start: int) -> np.ndarray:
     """The `_sketch_sums` in NumPy; those of ordinary numbers alone take a tenth of the time."""
     flat = flat.astype(np.float64) if flat.dtype.kind in "biu" else flat

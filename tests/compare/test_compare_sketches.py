@@ -279,6 +279,13 @@ def test_the_sketch_of_a_large_array_is_made_of_parts(shape, monkeypatch):
     assert in_parts[-1] == on_host[-1] == at_once[-1] != 0
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])
+def test_numpy_does_not_warn_of_what_is_not_finite(dtype, bad):
+    x = np.array([[1.0, bad], [60000.0, 1e-7]], dtype)
+    assert np.isfinite(sketches.host_sketches(x, 1)[1]).all()
+
+
 @pytest.mark.parametrize("number", [0.0, 1.5, -2e-30, 3e7, -1e30])
 def test_the_sketch_of_one_number_has_the_number(number):
     np.testing.assert_allclose(scalar_of(host_sketch(np.array(number))), number, rtol=1e-6)
