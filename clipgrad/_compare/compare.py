@@ -185,15 +185,21 @@ def compare(
                 recording = recorded(versions[0], args or (), *call)
             comparison = _beside_itself(recording, versions[1], rtol, durations)
         else:
-            comparison = _two_versions(versions, args, call, options, durations)
+            comparison = _two_versions(versions, args, call, durations, **options)
     return dataclasses.replace(comparison, notes=(*comparison.notes, *durations.notes()))
 
 
 def _two_versions(
-    versions: Any, args: tuple | None, call: tuple, options: Mapping[str, Any], durations: Durations
+    versions: Any,
+    args: tuple | None,
+    call: tuple,
+    durations: Durations,
+    other_args: tuple | None,
+    argnums: Any,
+    names: Any,
+    rtol: float | None,
 ) -> GradientComparison:
     """The comparison of two functions or files."""
-    other_args, argnums, names, rtol = options.values()
     arguments = arguments_of(versions, args, other_args)
     files = {i: load_record(versions[i]) for i in range(2) if arguments[i] is None}
     check_files(files.values(), argnums, names)

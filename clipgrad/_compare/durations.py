@@ -12,12 +12,13 @@ TRACING, RUNS, ROUNDING, LINES = (
     "measuring what rounding does",
     "one more run of each version, with the lines of a module",
 )
+_FEWER = "fewer layers, or a layer in a scan, compile faster, and a smaller batch runs faster"
 # What makes each of them take less.
 SHORTER = {
     TRACING: "a part of the program, such as a few of its layers, takes less",
-    RUNS: "fewer layers, or a layer in a scan, compile faster, and a smaller batch runs faster",
+    RUNS: _FEWER,
     ROUNDING: "with rtol=1e-3, say, nothing is measured; a smaller batch runs faster",
-    LINES: "fewer layers, or a layer in a scan, compile faster, and a smaller batch runs faster",
+    LINES: _FEWER,
 }
 
 
@@ -42,7 +43,7 @@ class Durations:
     def notes(self) -> list[str]:
         """A note of the stages, the longest first, and of what makes that one shorter."""
         stages = sorted(self._seconds, key=lambda stage: -self._seconds[stage])
-        texts = [f"{self._seconds[stage]:.0f} s for {stage}" for stage in stages]
-        each = ", ".join(text for text in texts if not text.startswith("0 s"))
+        whole = {stage: round(self._seconds[stage]) for stage in stages}
+        each = ", ".join(f"{seconds} s for {stage}" for stage, seconds in whole.items() if seconds)
         advice = SHORTER[stages[0]] if stages else ""
         return note_of_time("comparison", self._clock() - self._started, f"{each}; {advice}")
