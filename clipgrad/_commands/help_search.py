@@ -263,15 +263,14 @@ def _phrases(words: str, index: Index) -> dict[str, float]:
         stem(word): {stem(word), *index.synonyms.get(stem(word), ())} for word in _split(words)
     }
     content = {stem(word) for word in _asked(words)}
+    known = set().union(*asked.values())
     shares: dict[str, float] = collections.defaultdict(float)
     for phrase, pages in index.phrases.items():
         parts = phrase.split()
-        matched = {
-            part: next((word for word, same in asked.items() if part in same), "") for part in parts
-        }
-        if all(matched.values()):
+        if known.issuperset(parts):
+            matched = {next(word for word, same in asked.items() if part in same) for part in parts}
             exact = sum(1.0 if part in asked else OF_SYNONYMS for part in parts)
-            share = exact / len(content.union(matched.values()))
+            share = exact / len(content | matched)
             for page in pages:
                 shares[page] = max(shares[page], share**OF_PHRASE)
     return shares
@@ -394,6 +393,7 @@ def _headings(lines: Sequence[str]) -> list[int]:
     return numbers
 
 
+@functools.cache  # a search reads each line of the sections that have a word
 def _words(line: str) -> tuple[str, ...]:
     """All forms of the words of a line, with what names are made of."""
     names = re.findall(r"\w+(?:[.\-&/]\w+)*", re.sub(r"\]\([^)]*\)", "] ", line))
