@@ -17,9 +17,10 @@ from clipgrad._check.checked_function import checked_function
 from clipgrad._check.report import GradCheckReport
 from clipgrad._check.slopes import progress_bar
 from clipgrad._check.tolerances import LONG
+from tests.helpers import array
 from tests.rows import each_value
 
-X = jnp.asarray([0.5, 1.5])
+X = array([0.5, 1.5])
 
 
 def slow(case):
@@ -127,7 +128,7 @@ BOUND = {
     "constraint": lambda mesh: (
         lambda x: jnp.sin(lax.with_sharding_constraint(x, NamedSharding(mesh, P("i"))))
     ),
-    "array": lambda mesh: (lambda array: jax.jit(lambda x: jnp.sin(x) * array))(
+    "array": lambda mesh: (lambda factor: jax.jit(lambda x: jnp.sin(x) * factor))(
         jax.device_put(X, NamedSharding(mesh, P("i")))
     ),
     "put": lambda mesh: lambda x: jnp.sin(jax.device_put(x, mesh.devices[0])),

@@ -17,7 +17,7 @@ from tests.check.check_zoo import custom
 from tests.helpers import array
 from tests.rows import crossed
 
-X = jnp.asarray([0.5, 1.5])
+X = array([0.5, 1.5])
 
 
 def failed(function, *args, **options):
@@ -36,7 +36,7 @@ REFUSED = [
         ValueError,
         r"^args: got leaves of \['int32'\], expected a floating",
         jnp.sin,
-        (jnp.arange(3),),
+        (array(np.arange(3), np.int32),),
         {},
     ),
     (
@@ -150,11 +150,11 @@ def test_numerical_grad_refuses_a_wrong_delta_and_a_cotangent_of_another_shape()
     with pytest.raises(ValueError, match="delta: got -1, expected a positive number"):
         cg.numerical_grad(jnp.sin, (X,), delta=-1)
     with pytest.raises(ValueError, match=r"^cotangent: got the shapes \[\(3,\)\], expected"):
-        cg.numerical_grad(jnp.sin, (X,), cotangent=jnp.ones(3))
+        cg.numerical_grad(jnp.sin, (X,), cotangent=array(np.ones(3)))
 
 
 def test_an_excluded_input_may_hold_anything():
-    mask = jnp.asarray([0.0, -np.inf])
+    mask = array([0.0, -np.inf])
     assert cg.check_grads(lambda x, m: x * jnp.exp(m), (X, mask), no_grad="m").ok
 
 
@@ -206,7 +206,7 @@ def test_a_gradient_of_zero_everywhere_is_noted():
 def test_a_stationary_point_is_not_called_independent(function, rule):
     """Nor is a rule that is zero, which another point shows to be wrong."""
     ruled = custom(lambda x: function(x), lambda r, g: (rule * jax.vjp(function, *r)[1](g)[0],))
-    report = cg.check_grads(ruled, (jnp.zeros(3),), raise_on_failure=False)
+    report = cg.check_grads(ruled, (array(np.zeros(3)),), raise_on_failure=False)
     assert report.ok == (rule == 1.0)
     assert "depend" not in str(report)
 

@@ -5,11 +5,13 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import clipgrad as cg
+from tests.helpers import array
 
-X = jnp.linspace(0.3, 1.9, 5)
+X = array(np.linspace(0.3, 1.9, 5))
 
 
 def rule(backward, function=jnp.sin):

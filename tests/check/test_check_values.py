@@ -29,9 +29,10 @@ from clipgrad._check.verdict import (
     majority,
 )
 from tests.check.check_zoo import custom
+from tests.helpers import array
 from tests.rows import first_row, some_of
 
-X = jnp.asarray([0.4, 1.2, 2.5])
+X = array([0.4, 1.2, 2.5])
 SUBJECT = checked_function(lambda x: 2 * x, (X,))
 
 
@@ -166,10 +167,10 @@ def test_paddles_rule_is_its_published_one_at_every_element(part, ok):
 
 def test_a_tolerance_that_is_stated_is_a_part_of_an_element_or_of_its_leaf():
     """The last element is off by twice its size, which is a hundredth of the others."""
-    off = jnp.array([0, 0, 0, 0.01])
+    off = array([0, 0, 0, 0.01])
     square = custom(lambda x: x * x / 2, lambda r, g: (g * (r[0] + off),))
-    options = {"points": 1, "cotangent": jnp.ones(4), "raise_on_failure": False}
-    args = (jnp.array([1, 1, 1, 0.005]),)
+    options = {"points": 1, "cotangent": array(np.ones(4)), "raise_on_failure": False}
+    args = (array([1, 1, 1, 0.005]),)
     assert cg.check_grads(square, args, tolerance=0.05, **options).ok
     assert not cg.check_grads(square, args, tolerance=0.001, **options).ok
 
@@ -177,7 +178,7 @@ def test_a_tolerance_that_is_stated_is_a_part_of_an_element_or_of_its_leaf():
 # -- Outputs that cancel in a cotangent, and those that hold a mask.
 
 
-NUMBER = jnp.asarray(0.7, jnp.float32)
+NUMBER = array(0.7)
 SUMS = {
     "two": lambda x: jnp.broadcast_to(x, (2,)),
     "of both signs": lambda x: jnp.stack([x, x, x, -x]),

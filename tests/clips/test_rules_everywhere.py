@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
-from tests.helpers import CASES, assert_close, float64
+from tests.helpers import CASES, array, assert_close, float64
 from tests.rows import in_turn, some_of
 
 LIMIT = 0.3
@@ -172,7 +172,7 @@ def test_the_gradient_is_that_of_the_formula(rule, place, way):
 
 @pytest.mark.parametrize("place", sorted(WITHOUT_VALUE))
 def test_a_rule_that_needs_the_value_is_refused_where_it_is_not_known(place):
-    w, batch = jnp.ones((6, 4)), (jnp.ones((3, 6)), jnp.ones((3, 4)))
+    w, batch = array(np.ones((6, 4))), (array(np.ones((3, 6))), array(np.ones((3, 4))))
     with pytest.raises(TypeError, match="AdaptiveClip"):
         PLACES[place](cg.AdaptiveClip(0.1), w, batch, lambda f: f)
 

@@ -14,7 +14,7 @@ import clipgrad as cg
 from clipgrad._arrays import root_of_sums
 from clipgrad._arrays import sums as forms
 from clipgrad._clip import stats as clip_stats
-from tests.helpers import SCALING, assert_same, tree_of
+from tests.helpers import SCALING, array, assert_same, tree_of
 from tests.registry.strategies import trees
 from tests.rows import first_row
 
@@ -100,13 +100,15 @@ def test_what_a_cpu_measures_is_what_an_accelerator_does(dtype):
 
 
 def test_on_a_cpu_only_one_pass_is_made_over_ordinary_numbers():
-    program = jax.make_jaxpr(functools.partial(clip_stats._by_branch, ()))([jnp.ones(3)]).jaxpr
+    program = jax.make_jaxpr(functools.partial(clip_stats._by_branch, ()))(
+        [array(np.ones(3))]
+    ).jaxpr
     names = [equation.primitive.name for equation in program.eqns]
     assert names.count("reduce_sum") == names.count("cond") == 1
 
 
 def test_nan_and_inf_are_counted_and_show_in_the_norm():
-    x = jnp.array([jnp.nan, jnp.inf, 1.0])
+    x = array([jnp.nan, jnp.inf, 1.0])
     for after in (x, jnp.array(x)):  # the same array, and one of the same numbers
         stats = cg.types.ClipStats.of(x, after)
         assert stats.nonfinite == 2 and jnp.isnan(stats.norm) and not stats.clipped
@@ -147,7 +149,7 @@ def test_the_closed_form_equals_the_sums(case, key):
 @first_row
 @every_l2_rule
 def test_the_closed_form_counts_what_is_not_finite(case):
-    grads = {"a": jnp.array([jnp.nan, 1.0]), "b": jnp.array([-jnp.inf]), "c": jnp.ones(3)}
+    grads = {"a": array([jnp.nan, 1.0]), "b": array([-jnp.inf]), "c": array(np.ones(3))}
     tx = cg.gradient_clip(case.make(9.0), stats="per_leaf")
     _, state = tx.update(grads, tx.init(grads), jax.tree.map(jnp.ones_like, grads))
     assert state.stats.nonfinite == 2 and jnp.isnan(state.stats.clipped_norm)
@@ -174,7 +176,7 @@ def test_statistics_of_a_norm_rule_sum_nothing_over_the_elements(case, key):
 
 @pytest.mark.parametrize("rule", [cg.ClipByBlockRMS(0.5), cg.ClipByNorm(0.5), cg.AdaptiveClip(0.5)])
 def test_elements_that_are_zero_count_as_changed_where_their_group_is_scaled(rule):
-    grads = {"a": jnp.array([3.0, 0.0]), "b": jnp.array([0.1, 0.0])}
+    grads = {"a": array([3.0, 0.0]), "b": array([0.1, 0.0])}
     _, stats = cg.clip_grads(grads, rule, jax.tree.map(jnp.ones_like, grads))
     assert stats.changed == 2
 
@@ -192,7 +194,7 @@ def test_trees_that_are_not_before_and_after_the_same_clip_are_refused(after, ma
 
 
 def test_zero_is_neutral_and_has_the_structure_of_all_others():
-    stats = cg.types.ClipStats.of(jnp.array([3.0]), jnp.array([1.0]))
+    stats = cg.types.ClipStats.of(array([3.0]), array([1.0]))
     assert_same(jax.tree.map(jnp.add, stats, cg.types.ClipStats.zero()), stats)
     zero = cg.types.ClipStats.zero((5,))
     assert zero.norm.shape == zero.clipped.shape == (5,) and zero.before.shape == (5, 3)

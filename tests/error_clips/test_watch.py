@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
 from tests.error_clips.tagged import MODELS, X, loss_of, scanned, step
-from tests.helpers import assert_close, assert_same
+from tests.helpers import array, assert_close, assert_same
 from tests.rows import first_row
 
 RULES = {"h": cg.ErrorClipByValue(0.3)}
@@ -163,7 +163,7 @@ def test_no_argument_to_differentiate_is_an_error():
 def test_used_statistics_change_a_compiled_gradient_by_rounding_at_most(key):
     keys = jax.random.split(key, 4)
     params = [jax.random.normal(k, (16, 16)) for k in keys]
-    x = jnp.linspace(-1.0, 1.0, 16)
+    x = array(np.linspace(-1.0, 1.0, 16))
 
     def loss(params, x):
         for i, w in enumerate(params):

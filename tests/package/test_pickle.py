@@ -15,13 +15,13 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
-from tests.helpers import assert_same
+from tests.helpers import array, assert_same
 
 cloudpickle = pytest.importorskip("cloudpickle")
 
 pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.slow]
 
-PARAMS = {"b": jnp.array([0.5]), "w": jnp.array([[3.0, 4.0]])}
+PARAMS = {"b": array([0.5]), "w": array([[3.0, 4.0]])}
 SCALES = (1.0, 2.0, 90.0, 3.0)
 
 

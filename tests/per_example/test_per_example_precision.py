@@ -12,7 +12,7 @@ import clipgrad as cg
 from clipgrad._per_example import products
 from clipgrad._per_example.products import product
 from clipgrad._programs import Hook, bind, equations, evaluate
-from tests.helpers import operations
+from tests.helpers import array, operations
 from tests.rows import crossed, first_row
 
 # Bits behind the leading one of a float32 factor at the default precision of a backend.
@@ -168,7 +168,7 @@ def test_a_coefficient_meets_products_and_no_cotangent(dtype):
         return jax.vjp(lambda w: jax.vmap(loss, (None, 0))(w, batch), w)[1](weights)[0]
 
     keys = jax.random.split(jax.random.key(0))
-    w, margins = jax.random.normal(keys[0], (16, 3)), jnp.repeat(jnp.array([1.0, 4.0, 8.0]), 32)
+    w, margins = jax.random.normal(keys[0], (16, 3)), jnp.repeat(array([1.0, 4.0, 8.0]), 32)
     batch = jax.random.normal(keys[1], (len(margins), 16)), margins
     ways = {"one VJP": by_one_vjp}
     for method in ("auto", "direct"):
@@ -208,11 +208,11 @@ def count_of(program, name):
 )
 def test_there_is_one_forward_and_one_backward_pass(wrapped, again):
     """A value that is made again in the backward pass, as by remat, is made in it once."""
-    params = {"apart": jnp.ones((2, 24, 24)), "scanned": jnp.ones((3, 24, 24))}
+    params = {"apart": array(np.ones((2, 24, 24))), "scanned": array(np.ones((3, 24, 24)))}
     params["apart"] = list(params["apart"])
     loss = functools.partial(forward, wrapped=wrapped)
     clip = cg.clip_per_example(loss, cg.ClipByGlobalNorm(1.0))
-    program = jax.make_jaxpr(clip)(params, jnp.ones((4, 6, 24)))
+    program = jax.make_jaxpr(clip)(params, array(np.ones((4, 6, 24))))
     assert count_of(program, "tanh") == 3 + 3 * again
     assert count_of(program, "scan") == 2
 
@@ -224,9 +224,9 @@ def test_no_product_that_the_bound_rests_on_has_the_default_precision():
         h = jax.lax.dot(x, p["w"], precision="high")
         return jnp.sum(jax.lax.dot(h, p["v"], precision="high"))
 
-    params = {"w": jnp.ones((24, 40)), "v": jnp.ones((40, 32))}
+    params = {"w": array(np.ones((24, 40))), "v": array(np.ones((40, 32)))}
     program = jax.make_jaxpr(cg.clip_per_example(loss, cg.ClipByGlobalNorm(1.0)))(
-        params, jnp.ones((4, 6, 24))
+        params, array(np.ones((4, 6, 24)))
     )
     asked = [e.params["precision"] for e in equations(program) if e.primitive.name == "dot_general"]
     precisions = [p for p in asked if p != (jax.lax.Precision.HIGH,) * 2]
@@ -243,9 +243,9 @@ def test_one_more_dense_layer_is_few_operations(rows):
         return jnp.mean(x**2)
 
     def count(layers):
-        params = [(jnp.ones((48, 48)), jnp.ones(48)) for _ in range(layers)]
+        params = [(array(np.ones((48, 48))), array(np.ones(48))) for _ in range(layers)]
         clip = cg.clip_per_example(loss, cg.ClipByGlobalNorm(1.0))
-        return operations(jax.make_jaxpr(clip)(params, jnp.ones((4, rows, 48))), [])
+        return operations(jax.make_jaxpr(clip)(params, array(np.ones((4, rows, 48)))), [])
 
     assert count(5) - count(2) <= 3 * 130
 
@@ -280,9 +280,9 @@ def test_products_of_narrow_and_wide_factors_are_as_in_float32(key, scale, bits)
 
 
 def test_what_is_not_finite_stays_as_it_is_in_products_with_narrow_factors():
-    wide = jnp.array([[1.0, jnp.inf], [2.0, -jnp.inf], [jnp.nan, 1.0]])
+    wide = array([[1.0, jnp.inf], [2.0, -jnp.inf], [jnp.nan, 1.0]])
     multiplied = jax.jit(lambda x, y: product([x, y], [(0, 1), (1,)], (0,)))(
-        wide, jnp.ones(2, jnp.bfloat16)
+        wide, array(np.ones(2), jnp.bfloat16)
     )
     np.testing.assert_array_equal(multiplied, [np.inf, -np.inf, np.nan])
 

@@ -12,9 +12,10 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType, PartitionSpec
 
 from clipgrad import _programs
+from tests.helpers import array
 from tests.rows import crossed
 
-X = jnp.linspace(0.1, 1.0, 4)
+X = array(np.linspace(0.1, 1.0, 4))
 
 
 def stated(rule):
@@ -133,7 +134,7 @@ def test_custom_rules_stay_whole_unless_flattened(name):
 
 def test_a_rule_kept_whole_keeps_its_derivative_and_a_flattened_one_loses_it():
     total = lambda hook: lambda x: again(CUSTOM["custom_vjp"], hook, x).sum()  # noqa: E731
-    np.testing.assert_allclose(jax.grad(total(_programs.Hook()))(X), 2 * jnp.ones(4))
+    np.testing.assert_allclose(jax.grad(total(_programs.Hook()))(X), 2 * array(np.ones(4)))
     np.testing.assert_allclose(jax.grad(total(_keep(True)))(X), jnp.cos(X), rtol=1e-6)
 
 
@@ -271,7 +272,7 @@ class PerStep(_programs.Hook):
 
 def test_a_hook_hands_values_out_step_by_step():
     function = lambda x: lax.scan(lambda c, t: (c, jnp.sin(t)), x[0], x)[1]  # noqa: E731
-    weights = jnp.arange(4.0)
+    weights = array(np.arange(4.0))
     np.testing.assert_allclose(again(function, PerStep(weights)), weights * jnp.sin(X), rtol=1e-6)
 
 

@@ -12,12 +12,13 @@ from jax.sharding import PartitionSpec as P
 
 from clipgrad._programs import Parts, equations, low_jit, rounded, rounded_in_float64
 from tests.compare.compare_trainers import AXIS, mesh
+from tests.helpers import array
 
 RUNS = 8
 
 
 def numbers(*shape, seed=0, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+    return array(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def runs(fun, *args):
@@ -29,7 +30,7 @@ def runs(fun, *args):
         return lax.map(lambda seed: rounded(program, jax.tree.leaves(args), seed), seeds)
 
     exact = jax.tree.leaves(jax.jit(fun)(*args))
-    moved_runs = run(args, jnp.arange(1, RUNS + 1, dtype=jnp.uint32))
+    moved_runs = run(args, array(np.arange(1, RUNS + 1), jnp.uint32))
     wide = lambda x: np.asarray(x).astype(np.float64)  # noqa: E731
     return [(wide(x), wide(several)) for x, several in zip(exact, moved_runs, strict=True)]
 
@@ -50,7 +51,7 @@ def eps(dtype):
 
 
 X, W = numbers(24, 16, seed=1), numbers(16, 8, seed=2)
-COUNTS = jnp.round(4 * X)
+COUNTS = array(np.round(4 * np.asarray(X)))
 
 
 @pytest.mark.slow

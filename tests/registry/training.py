@@ -165,7 +165,7 @@ def recording(make, state=None, batch=NAN, **more):
         recorder = cg.FlightRecorder(folder)
         state = after([BATCH, NAN]) if state is None else made(state)  # a recorder keeps no state
         try:
-            make(recorder, state, batch, **more)
+            make(recorder, state, batch, **{name: made(x) for name, x in more.items()})
             recorder.close()
         except cg.HaltedError as error:
             return leaves_of_capture(cg.load_capture(error.path))
@@ -220,7 +220,7 @@ ROWS = {
     "FlightRecorder.record": (
         recording, {}, dict(state=lambda: after([BATCH, NAN], 2.0)),
         dict(batch=NAN | {"y": 2 * NAN["y"]}),
-        dict(key=jax.random.key(3)), dict(step=7),
+        dict(key=lambda: jax.random.key(3)), dict(step=7),
         dict(bad=True, state=lambda: after([BATCH]), batch=BATCH),
         dict(extra=np.float32(1)),
     ),

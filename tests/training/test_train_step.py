@@ -9,7 +9,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
-from tests.helpers import assert_close
+from tests.helpers import array, assert_close
 from tests.rows import each_value, first_row
 from tests.training.wrappers import AROUND
 
@@ -130,11 +130,11 @@ def test_accumulated_gradients_are_clipped_once_after_averaging(parts, key):
 
 
 def test_low_precision_gradients_are_accumulated_in_float32_and_keep_their_dtype():
-    params, seen = {"w": jnp.ones((), jnp.bfloat16)}, []
+    params, seen = {"w": array(np.ones(()), jnp.bfloat16)}, []
     noted = optax.stateless(lambda grads, params: (seen.append(grads["w"].dtype), grads)[1])
     tx = optax.chain(noted, optax.sgd(1.0))
     step = cg.train_step(lambda p, b: p["w"] * b.mean(), tx, accumulate=512)
-    batch = jnp.ones(512, jnp.bfloat16)
+    batch = array(np.ones(512), jnp.bfloat16)
     state, metrics = step(step.init(params), batch)
     assert metrics["grad_norm"] == 1 and state.params["w"] == 0
     assert metrics["loss"].dtype == state.params["w"].dtype == jnp.bfloat16
@@ -254,7 +254,7 @@ def test_a_loss_and_an_optimizer_that_are_swapped_are_refused():
 def test_anything_in_place_of_the_state_is_refused(wrong_state, match):
     step = cg.train_step(lambda w, x: jnp.sum(w["w"] * x), optax.sgd(0.1))
     with pytest.raises(TypeError, match=match):
-        step(*wrong_state(step.init({"w": jnp.ones(2)}), jnp.ones(2)))
+        step(*wrong_state(step.init({"w": array(np.ones(2))}), array(np.ones(2))))
 
 
 def test_what_is_no_optimizer_is_refused():
@@ -314,7 +314,7 @@ def test_wrong_error_clips_are_refused():
         cg.train_step(tagged_loss, optax.sgd(0.1), error_clip=cg.ErrorClipByValue(1.0))
     step = cg.train_step(tagged_loss, optax.sgd(0.1), error_clip={"q": None})
     with pytest.raises(ValueError, match=r"^train_step: got 'q', expected a name .*\['h'\]"):
-        step(step.init({"w": jnp.array(1.5)}), jnp.ones((4, 3)))
+        step(step.init({"w": jnp.array(1.5)}), array(np.ones((4, 3))))
 
 
 @pytest.mark.slow
