@@ -120,7 +120,7 @@ def _closing_cell(x, w):
 
 def _normal_array(*shape):
     rng = np.random.default_rng(list(shape))
-    return jnp.asarray(rng.normal(size=shape), jnp.float32)
+    return jax.device_put(rng.normal(size=shape).astype(np.float32))
 
 
 def add_selftest_parser(subparsers: Any) -> None:

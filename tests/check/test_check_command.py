@@ -200,7 +200,7 @@ def test_shapes_give_random_arguments_of_these_dtypes_and_a_seed_fixes_them():
     arguments = random_arguments("float32[2,3], bf16[4], f32[], i32[2], c64[1], bool[2]", 0)
     assert [a.shape for a in arguments] == [(2, 3), (4,), (), (2,), (1,), (2,)]
     assert arguments[1].dtype == jnp.bfloat16 and arguments[5].dtype == jnp.bool
-    assert (arguments[0] == random_arguments("f32[2,3]", 0)[0]).all()
+    np.testing.assert_array_equal(arguments[0], random_arguments("f32[2,3]", 0)[0])
 
 
 @pytest.mark.slow

@@ -159,12 +159,14 @@ def test_an_excluded_input_may_hold_anything():
 
 
 def test_a_value_that_is_not_finite_fails():
-    assert "[finite] out[0]: the value is not finite at 1 of 2" in failed(jnp.log, X.at[0].set(-1))
+    assert "[finite] out[0]: the value is not finite at 1 of 2" in failed(
+        jnp.log, array([-1.0, 1.5])
+    )
 
 
 @pytest.mark.parametrize("fun", [jnp.sqrt, jnp.cbrt, lambda x: jnp.where(x > 0, jnp.log(x), 0.0)])
 def test_a_gradient_that_is_not_finite_is_one_failure(fun):
-    report = cg.check_grads(fun, (X.at[0].set(0),), raise_on_failure=False)
+    report = cg.check_grads(fun, (array([0.0, 1.5]),), raise_on_failure=False)
     assert [(each.check, each.where) for each in report.failures] == [("finite", "args[0][0]")]
 
 
@@ -172,7 +174,7 @@ def test_a_gradient_that_is_not_finite_is_one_failure(fun):
 def test_a_wrong_value_beside_one_that_is_not_finite_is_found(mode):
     root = jax.custom_vjp(jnp.sqrt)
     root.defvjp(lambda x: (jnp.sqrt(x), x), lambda x, g: (g / jnp.sqrt(x),))
-    text = failed(root, X.at[0].set(0), mode=mode)
+    text = failed(root, array([0.0, 1.5]), mode=mode)
     assert "1 of 2 elements of the gradient are not finite" in text
     assert "[value] args[0][1]: 1 of 2 elements wrong" in text
 
@@ -196,7 +198,7 @@ def test_absent_devices_are_not_run_and_alone_not_ok():
 
 
 def test_a_gradient_of_zero_everywhere_is_noted():
-    report = cg.check_grads(jnp.round, (X + 0.1,))
+    report = cg.check_grads(jnp.round, (array([0.6, 1.6]),))
     assert "the gradient is zero everywhere: does the output depend on the inputs?" in report.notes
 
 

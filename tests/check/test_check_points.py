@@ -71,12 +71,12 @@ def test_a_point_that_keeps_what_is_equal_keeps_zeros_and_the_order(values, seed
 
 def test_a_generic_point_is_not_symmetric_and_not_real_and_a_kept_one_is():
     matrix = array([[2.0, 1.0], [1.0, 3.0]])
-    loose, kept = (further(subject(matrix), 0, keeps)[0] for keeps in (False, True))
+    loose, kept = (np.asarray(further(subject(matrix), 0, k)[0]) for k in (False, True))
     assert (loose != loose.T).any() and (kept == kept.T).all() and (kept != matrix).any()
-    (turned,) = further(subject(Z.real.astype(complex)), 0, keeps=False)
-    assert (turned.imag != 0).all()
+    (turned,) = further(subject(array([1, 3], np.complex64)), 0, keeps=False)
+    assert (np.imag(turned) != 0).all()
 
 
 def test_a_complex_gradient_is_the_conjugate_of_what_jax_hands_back():
-    (gradient,) = jax.vjp(lambda z: jnp.real(z * (1 + 2j)).sum(), Z)[1](jnp.float32(1.0))
+    gradient = jax.jit(jax.grad(lambda z: jnp.real(z * (1 + 2j)).sum()))(Z)
     np.testing.assert_allclose(vectors.gradient_vector([gradient]), [1, -2, 1, -2])

@@ -95,9 +95,9 @@ def test_statistics_are_kept_and_found(key):
     params = {"w": array(np.zeros(2))}
     update, state = jax.jit(tx.update), tx.init(params)
     for scale, clipped, bad in ((0.1, 0, 0), (1.0, 1, 0), (2.0, 2, 0), (np.nan, 3, 1)):
-        _, state = update({"w": array([3.0, 4.0]) * scale}, state, params)
-        assert optax.tree.get(state, "clipped_count") == clipped
-        assert optax.tree.get(state, "nonfinite_count") == bad
+        _, state = update({"w": array(np.multiply([3.0, 4.0], scale))}, state, params)
+        assert int(optax.tree.get(state, "clipped_count")) == clipped
+        assert int(optax.tree.get(state, "nonfinite_count")) == bad
         np.testing.assert_allclose(optax.tree.get(state, "stats").norm, 5 * scale, rtol=1e-6)
     assert optax.tree.get(state, "threshold") == 1
 
@@ -106,10 +106,11 @@ def test_a_schedule_is_evaluated_at_the_number_of_updates():
     schedule = optax.linear_schedule(1.0, 0.0, transition_steps=4)
     tx = cg.clip_by_global_norm(schedule)
     state = tx.init(array(np.zeros(2)))
+    update = jax.jit(tx.update)
     for step in range(6):
-        updates, state = jax.jit(tx.update)(array([3.0, 4.0]), state)
-        np.testing.assert_allclose(jnp.linalg.norm(updates), schedule(step), rtol=1e-6)
-        assert state.threshold == schedule(step) and state.count == step + 1
+        updates, state = update(array([3.0, 4.0]), state)
+        np.testing.assert_allclose(np.linalg.norm(updates), 1 - min(step, 4) / 4, rtol=1e-6)
+        assert float(state.threshold) == 1 - min(step, 4) / 4 and int(state.count) == step + 1
 
 
 @pytest.mark.slow
@@ -157,9 +158,11 @@ def test_a_wrong_where_is_refused(where, error, match):
 
 
 def test_a_clip_of_units_leaves_out_what_where_leaves_out():
-    params, where = jax.tree.map(jnp.ones_like, TREE), {"layer": True, "head": np.False_}
-    clipped, stats = cg.clip_grads(TREE, cg.AdaptiveClip(0.5), params, where=where)
-    assert clipped["head"] is TREE["head"] and clipped["layer"]["bias"] == 0.5
+    params, where = jax.tree.map(np.ones_like, TREE), {"layer": True, "head": np.False_}
+    clip = jax.jit(lambda g: cg.clip_grads(g, cg.AdaptiveClip(0.5), params, where=where))
+    clipped, stats = jax.device_get(clip(TREE))
+    assert_same(clipped["head"], np.asarray(TREE["head"]))
+    assert clipped["layer"]["bias"] == 0.5
     assert stats.size == 3
 
 

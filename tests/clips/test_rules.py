@@ -123,7 +123,7 @@ def spike(shape, value=0.05):
 )
 def test_a_unit_is_what_makes_one_output(shape, unit):
     clipped = cg.AdaptiveClip(0.02)(spike(shape, 1.0), array(np.ones(shape)))
-    np.testing.assert_allclose(jnp.max(clipped), 0.02 * unit**0.5, rtol=1e-6)
+    np.testing.assert_allclose(np.max(clipped), 0.02 * unit**0.5, rtol=1e-6)
 
 
 def test_axis_names_may_be_a_list():
@@ -144,11 +144,11 @@ def normalized(norm, c=1.0, gamma=0.01):
 def test_an_auto_norm_is_the_formula_of_the_paper_at_every_size(norm):
     grads = {"a": array(np.float32([0.6, 0.0]) * norm), "b": array(np.float32(0.8) * norm)}
     for c, gamma in ((1.0, 0.01), (3.0, 1e-6), (0.5, 100.0), (1.0, 0.0)):
-        clipped, stats = clip(grads, cg.AutoNorm(c, gamma))  # one program for all
-        wide = np.float64([*grads["a"], grads["b"]])
+        clipped, stats = jax.device_get(clip(grads, cg.AutoNorm(c, gamma)))  # one program for all
+        wide = np.append(np.float64(grads["a"]), grads["b"])
         n = np.linalg.norm(wide)
         factor = c / (n + gamma) if n + gamma else 0.0
-        assert_close(jnp.stack([*clipped["a"], clipped["b"]]), wide * factor, 1e-6, 2e-38)
+        assert_close(np.append(clipped["a"], clipped["b"]), wide * factor, 1e-6, 2e-38)
         np.testing.assert_allclose(stats.clipped_norm, n * factor, rtol=2e-6, atol=2e-38)
         assert stats.clipped == (norm > 0) and stats.size == 3
 
@@ -236,11 +236,11 @@ def test_a_complex_element_at_its_limit_stays_bit_for_bit_at_every_angle(dtype, 
     with jax.enable_x64(dtype == "complex128"):
         for size in (1.0, 0.3, 1e-20, 7e20):
             size = np.zeros(0, dtype).real.dtype.type(size)
-            z = jnp.asarray((np.float64(size) * np.exp(1j * angles)).astype(dtype))
+            z = array(np.float64(size) * np.exp(1j * angles), dtype)
             rule = cg.ClipByValue(size if limit == "number" else jnp.abs(z))
             clip = functools.partial(jax.jit(lambda rule, z: rule(z)), rule)
             np.testing.assert_array_equal(clip(z), z)
-            clipped = clip(3 * z)
+            clipped = clip(3 * np.asarray(z))
             np.testing.assert_array_equal(clip(clipped), clipped)
             eps = 4e-7 if dtype == "complex64" else 1e-15
             assert np.abs(np.asarray(clipped, complex)).max() <= size * (1 + eps)

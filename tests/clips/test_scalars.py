@@ -47,7 +47,7 @@ def test_values_have_at_most_one_axis(lengths):
     _, _, stats = cg.value_and_grad_with_stats(lambda x: scanned(x, lengths))(1.0)
     norm = cg.scalars(stats)["cell/norm"]
     assert norm.shape == (() if not lengths else (np.prod(lengths),))
-    np.testing.assert_array_equal(norm, stats["cell"].norm.ravel())
+    np.testing.assert_array_equal(norm, np.ravel(stats["cell"].norm))
 
 
 @pytest.mark.parametrize("compile", [jax.jit, lambda f: f], ids=["jit", "eager"])
@@ -71,8 +71,8 @@ def test_metrics_of_a_training_step(compile):
     norms = {"grad_norm", "measured_norm", "clipped_norm"}
     assert rest == {"loss", "nonfinite", "clip_scale"} | norms
     assert names_below(numbers, "aux") == {"accuracy"}
-    assert numbers["clip/norm"] == metrics["grad_norm"]
-    assert numbers["error_clip/layer/clipped"] == 1.0
+    assert float(numbers["clip/norm"]) == float(metrics["grad_norm"])
+    assert float(numbers["error_clip/layer/clipped"]) == 1.0
 
 
 @pytest.mark.slow
@@ -140,7 +140,7 @@ def test_nothing_to_log_is_an_error(tree):
 def test_one_array_alone_is_named_as_the_clip():
     clip = cg.clip_by_norm(1.0, stats="per_leaf")
     x = array([3.0, 4.0])
-    _, state = clip.update(x, clip.init(x))
+    _, state = jax.jit(clip.update)(x, clip.init(x))
     numbers = cg.scalars(state)
     assert float(numbers["clip/norm"]) == 5.0
     assert not any("//" in name for name in numbers)

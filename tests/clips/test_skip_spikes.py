@@ -46,7 +46,7 @@ def scan(tx, norms):
     padded = np.zeros((max(steps, LONGEST), 1), np.float32)
     padded[:steps, 0] = norms
     updates, states = compiled(tx)(padded * np.float32([[0.6, 0.8]]), np.zeros(2, np.float32))
-    return jax.tree.map(lambda x: x[:steps], (updates, states))
+    return jax.tree.map(lambda x: x[:steps], jax.device_get((updates, states)))
 
 
 def noise(steps, seed=0):
@@ -390,7 +390,7 @@ JUDGED = ["gradient", "update", "loss"]
 def test_the_jump_of_what_is_judged_is_skipped_and_no_other(judge):
     run = jax.jit(lambda jump: judged_run(judge, jump))
     for jump, name in enumerate(JUDGED):
-        states = run(jump)
+        states = jax.device_get(run(jump))
         # The update jumps in every run, by its schedule.
         jumps = name == judge or judge == "update"
         assert states.skipped[20] == jumps and not states.skipped[:20].any(), name
@@ -427,7 +427,7 @@ def limits_of_losses():
 def test_a_loss_of_any_sign_has_a_limit(name):
     values = LOSSES[name](np.random.default_rng(0).uniform(size=40))
     values[30] += 100 * max(1.0, np.abs(values[:30]).max())
-    skipped, limits = limits_of_losses()(np.float32(values))
+    skipped, limits = jax.device_get(limits_of_losses()(np.float32(values)))
     np.testing.assert_array_equal(np.flatnonzero(skipped), [30])
     past = values[14:30]
     limit = past.mean() + 6 * max(past.std(), abs(past.mean()) / 100)

@@ -96,7 +96,7 @@ def test_what_a_cpu_measures_is_what_an_accelerator_does(dtype):
             (expected, _), *_ = measured_sums = measured(x)
             for root, nonfinite in measured_sums:
                 np.testing.assert_allclose(root, expected, rtol=rtol)
-                assert nonfinite == (0 if bad is None else 2)
+                assert float(nonfinite) == (0 if bad is None else 2)
 
 
 def test_on_a_cpu_only_one_pass_is_made_over_ordinary_numbers():
@@ -151,8 +151,9 @@ def test_the_closed_form_equals_the_sums(case, key):
 def test_the_closed_form_counts_what_is_not_finite(case):
     grads = {"a": array([jnp.nan, 1.0]), "b": array([-jnp.inf]), "c": array(np.ones(3))}
     tx = cg.gradient_clip(case.make(9.0), stats="per_leaf")
-    _, state = tx.update(grads, tx.init(grads), jax.tree.map(jnp.ones_like, grads))
-    assert state.stats.nonfinite == 2 and jnp.isnan(state.stats.clipped_norm)
+    ones = jax.tree.map(np.ones_like, grads)
+    _, state = jax.device_get(jax.jit(tx.update)(grads, tx.init(grads), ones))
+    assert state.stats.nonfinite == 2 and np.isnan(state.stats.clipped_norm)
     assert state.stats.clipped
     assert [state.leaf_stats[name].nonfinite for name in "abc"] == [1, 1, 0]
     is_joint = case.make(9.0).acts_on == "tree"
@@ -177,8 +178,9 @@ def test_statistics_of_a_norm_rule_sum_nothing_over_the_elements(case, key):
 @pytest.mark.parametrize("rule", [cg.ClipByBlockRMS(0.5), cg.ClipByNorm(0.5), cg.AdaptiveClip(0.5)])
 def test_elements_that_are_zero_count_as_changed_where_their_group_is_scaled(rule):
     grads = {"a": array([3.0, 0.0]), "b": array([0.1, 0.0])}
-    _, stats = cg.clip_grads(grads, rule, jax.tree.map(jnp.ones_like, grads))
-    assert stats.changed == 2
+    ones = jax.tree.map(np.ones_like, grads)
+    stats = jax.jit(lambda grads: cg.clip_grads(grads, rule, ones)[1])(grads)
+    assert int(stats.changed) == 2
 
 
 @pytest.mark.parametrize("after, match", [
@@ -202,7 +204,7 @@ def test_zero_is_neutral_and_has_the_structure_of_all_others():
 
 
 def test_what_is_not_asked_for_is_not_computed(key):
-    grads = jax.random.normal(key, (64,))
+    grads = array(np.linspace(-1, 1, 64))
 
     def clip(g, name=None):
         clipped, stats = cg.clip_grads(g, cg.ClipByValue(0.5))

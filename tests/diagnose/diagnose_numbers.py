@@ -31,7 +31,7 @@ FILE = "tests/diagnose/diagnose_numbers.py"
     "value",
     "argument",
     array(np.ones(2)),
-    MATRIX * NAN,
+    array(np.full((3, 2), NAN)),
     name="data",
     says="args[1]",
     never="capture",
@@ -144,7 +144,7 @@ def rule_of_the_users(x):
     return jnp.sum(bad_rule(2 * x))  # here
 
 
-@sick("vjp", "bad_tangent", ONES, ONES[:, None], step=2, good=(3 * ONES, ONES[:, None]),
+@sick("vjp", "bad_tangent", ONES, array([[1.0]] * 3), step=2, good=(3 * ONES, array([[1.0]] * 3)),
       says=by_rule_of(rule_of_bad_tangent, "1, 0"))  # fmt: skip
 def rule_of_a_tangent_in_a_scan(x, steps):
     step = lambda total, k: (total + jnp.sum(bad_tangent(2 * k * x)), None)  # noqa: E731
@@ -464,7 +464,9 @@ NOT_DIFFERENTIATED = {
     "a_sampler": gamma,
 }
 for _name, _loss in NOT_DIFFERENTIATED.items():
-    sick("vjp", "sqrt", ONES.at[1].set(0.0), ONES, name=f"beside_{_name}", good=(ONES, ONES))(_loss)
+    sick("vjp", "sqrt", array([1.0, 0.0, 1.0]), ONES, name=f"beside_{_name}", good=(ONES, ONES))(
+        _loss
+    )
 
 
 # -- Callbacks that raise, as a check or a solver does.

@@ -139,12 +139,12 @@ def test_an_inner_gradient_names_the_operation_of_the_user(inner, name):
     "dtype, small, other", [("float16", 1e-4, "bfloat16"), ("bfloat16", 3e-20, "float32")]
 )
 def test_underflow_advises_a_wider_type_and_a_scale_that_was_tried(dtype, small, other):
-    factors = jnp.where(array(np.arange(64), np.int32) < 32, 1, small).astype(dtype)
+    factors = array(np.where(np.arange(64) < 32, 1, small), dtype)
 
     def loss(w):
         return jnp.sum(jnp.sin(w) * factors * factors).astype(jnp.float32)
 
-    message = cg.diagnose(loss, (array(np.linspace(0.1, 1, 64)).astype(dtype),)).message
+    message = cg.diagnose(loss, (array(np.linspace(0.1, 1, 64), dtype),)).message
     assert f"zero in {dtype} but not in float32" in message and f"use {other}" in message
     assert "scale the loss, for example by 2 ** 15" in message
 

@@ -20,7 +20,7 @@ from tests.rows import each_value
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_value_is_unchanged_bit_by_bit(case, dtype):
     values = [0.0, -0.0, 1e-40, 3.0, jnp.inf, -jnp.inf, jnp.nan]
-    x = {"x": array([values]).astype(dtype), "n": array(np.arange(3), np.int32), "none": None}
+    x = {"x": array([values], dtype), "n": array(np.arange(3), np.int32), "none": None}
     for f in (cg.clip_cotangent, jax.jit(cg.clip_cotangent, static_argnums=())):
         result = cg.clip_cotangent(x, case.make(0.1)) if f is cg.clip_cotangent else f(x, None)
         assert_same(result, x)

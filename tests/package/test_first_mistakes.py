@@ -1,6 +1,7 @@
 """What somebody writes first by mistake gets a sentence that says what to write."""
 
 import copy
+import functools
 import inspect
 import re
 
@@ -329,19 +330,19 @@ def test_a_field_instead_of_a_rule_is_answered_by_the_rule(name):
 # ---- results that are read as elsewhere ----------------------------------------------------------
 
 READ = {
-    "clip": cg.types.ClipStats.of(X, X),
-    "values": cg.types.ValueStats.of(X),
-    "norms": cg.types.UpdateNorms(30.0, 8.0, 0.5),
-    "clip state": cg.types.GradientClipState(0, None, None, None, 1.0),
-    "skip state": cg.skip_spikes(SGD, halt=True).init(W),
-    "train state": cg.types.TrainState(W, SGD.init(W)),
-    "updates state": cg.types.WatchUpdatesState((), {}),
-    "step": cg.train_step(loss, SGD),
-    "diagnosis": cg.types.GradientDiagnosis((), (), ()),
-    "comparison": cg.types.GradientComparison(True, (), ()),
-    "report": cg.types.GradCheckReport((), (), {}, 1, 0.0, "float64", ("cpu",), 1),
-    "capture": cg.types.Capture("step_57", {}, None, 57, {}, {}, W, X),
-    "names": cg.list_names(loss, (W, X)),
+    "clip": lambda: cg.types.ClipStats.of(X, X),
+    "values": lambda: cg.types.ValueStats.of(X),
+    "norms": lambda: cg.types.UpdateNorms(30.0, 8.0, 0.5),
+    "clip state": lambda: cg.types.GradientClipState(0, None, None, None, 1.0),
+    "skip state": lambda: cg.skip_spikes(SGD, halt=True).init(W),
+    "train state": lambda: cg.types.TrainState(W, SGD.init(W)),
+    "updates state": lambda: cg.types.WatchUpdatesState((), {}),
+    "step": lambda: cg.train_step(loss, SGD),
+    "diagnosis": lambda: cg.types.GradientDiagnosis((), (), ()),
+    "comparison": lambda: cg.types.GradientComparison(True, (), ()),
+    "report": lambda: cg.types.GradCheckReport((), (), {}, 1, 0.0, "float64", ("cpu",), 1),
+    "capture": lambda: cg.types.Capture("step_57", {}, None, 57, {}, {}, W, X),
+    "names": lambda: cg.list_names(loss, (W, X)),
 }
 ASKED = {
     "clip": {"zeros": "stats.all_zero", "grad_norm": "stats.norm", "['norm']": "stats.norm"},
@@ -365,22 +366,27 @@ ASKED = {
 }  # fmt: skip
 
 
+@functools.cache
+def read(name):
+    return READ[name]()
+
+
 @pytest.mark.parametrize(("name", "asked"), [(n, a) for n in READ for a in ASKED[n]])
 def test_a_field_that_is_called_otherwise_is_answered_by_the_one_to_write(name, asked):
     answer = ASKED[name][asked]
     with pytest.raises((AttributeError, TypeError), match=re.escape(answer)):
-        eval(f"value{asked if asked.startswith('[') else '.' + asked}", {"value": READ[name]})
+        eval(f"value{asked if asked.startswith('[') else '.' + asked}", {"value": read(name)})
 
 
 @pytest.mark.parametrize("name", READ)
 def test_results_pickle_copy_and_have_no_fields_but_theirs(name):
-    value = READ[name]
+    value = read(name)
     assert not hasattr(value, "shape") and not hasattr(value, "__jax_array__")
     assert jax.tree.structure(copy.deepcopy(value)) == jax.tree.structure(value)
 
 
 def test_every_word_for_a_field_is_for_one_that_there_is():
-    fields = {field for value in READ.values() for field in dir(value)} | {"record", "directory"}
+    fields = {field for name in READ for field in dir(read(name))} | {"record", "directory"}
     metrics = {"clips"}
     there = fields | metrics | {*cg.types.GradCheckReport.__annotations__, "captures"}
     assert there >= set(FIELDS_ELSEWHERE)
@@ -388,7 +394,7 @@ def test_every_word_for_a_field_is_for_one_that_there_is():
 
 @pytest.mark.parametrize("name", ["diagnosis", "comparison", "report"])
 def test_the_first_finding_of_none_is_answered_by_the_message(name):
-    findings = READ[name].failures if name == "report" else READ[name].findings
+    findings = read(name).failures if name == "report" else read(name).findings
     assert findings == () and not findings and findings[:1] == ()
     with pytest.raises(IndexError, match=r"write \.message .* or ask \.ok$"):
         findings[0]
@@ -605,7 +611,7 @@ PLACES = {
         r"write save_run\(fun, \(w, x\), path\)",
     ),
     "a capture": (
-        lambda: cg.diagnose(loss, READ["capture"]),
+        lambda: cg.diagnose(loss, read("capture")),
         r"write its arguments, capture\.args",
     ),
     "an array to select": (

@@ -336,7 +336,7 @@ def test_a_frozen_scale_of_such_a_dtype_passes(name):
     clipped = FROZEN[name]({"w": array(np.ones(3)), "scale": SCALES})
     np.testing.assert_array_less(clipped["w"], 4)
     scale = clipped.get("scale")
-    assert scale is None or scale.dtype == SCALES.dtype and np.all(scale == SCALES)
+    assert scale is None or scale.dtype == SCALES.dtype and np.all(np.asarray(scale) == 1)
 
 
 # Schedules and arrays that are no thresholds.
@@ -427,7 +427,7 @@ def test_a_schedule_that_falls_below_zero_acts_as_zero():
     state = tx.init(array(np.ones(2)))
     for limit in (1.0, 0.0, 0.0):
         updates, state = tx.update(array([3.0, 4.0]), state)
-        np.testing.assert_allclose(jnp.linalg.norm(updates), limit, atol=1e-7)
+        np.testing.assert_allclose(np.linalg.norm(updates), limit, atol=1e-7)
     negative = jax.tree.map(lambda c: -c, cg.ClipByNorm(1.0))
     np.testing.assert_array_equal(negative(array(np.ones(3))), 0)
 

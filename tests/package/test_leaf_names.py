@@ -94,7 +94,7 @@ def of_diagnosis(params, read):
 
 
 def of_bad_argument(params, read):
-    bad = jax.tree.map(lambda x: x * jnp.nan if jnp.all(x == UP) else x, params)
+    bad = jax.tree.map(lambda x: x * np.nan if np.all(np.asarray(x) == UP) else x, params)
     diagnosis = cg.diagnose(lambda p, x: jnp.sum(read(p) * x), (bad, X))
     return set(re.findall(r"elements of (\S+) are not finite", diagnosis.message))
 

@@ -389,7 +389,7 @@ def test_uses_of_one_value_keep_it_once():
 @pytest.mark.parametrize("name", ["embedding tied to the head", MIXED])
 def test_a_sharded_batch_needs_one_all_reduce(name):
     params, batch = arguments(name)
-    batch = jnp.concatenate([batch, batch, batch])[:8]
+    batch = np.concatenate([batch, batch, batch])[:8]
     per_example = cg.clip_per_example(PROGRAMS[name].loss, cg.ClipByGlobalNorm(0.1))
 
     def run(params, batch):
@@ -411,7 +411,7 @@ def test_a_sharded_batch_needs_one_all_reduce(name):
 @pytest.mark.parametrize("method", METHODS)
 def test_explicit_mesh_axes_are_refused_with_what_to_write(method):
     params, batch = arguments(MIXED)
-    batch = jnp.concatenate([batch, batch, batch])[:8]
+    batch = np.concatenate([batch, batch, batch])[:8]
     loss, rule = PROGRAMS[MIXED].loss, cg.ClipByGlobalNorm(1.0)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):

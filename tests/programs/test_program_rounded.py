@@ -79,7 +79,7 @@ DTYPES = ["float32", "bfloat16", "float16", "complex64", "float64", "float8_e4m3
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_each_number_moves_by_one_rounding_of_its_own_type(dtype):
     with jax.enable_x64(dtype == "float64"):
-        x = numbers(400, seed=3, dtype=jnp.float32).astype(dtype)
+        x = array(np.asarray(numbers(400, seed=3)), dtype)
         wide = np.complex128 if dtype == "complex64" else np.float64
         exact, *neighbors = (np.asarray(y).astype(wide) for y in (x, moved(x, 1), moved(x, 2)))
     kept = np.abs(exact) > 20 * float(jnp.finfo(dtype).tiny)  # subnormal numbers move by more
@@ -196,7 +196,7 @@ def test_rounding_is_a_function_of_the_number_its_position_and_the_seed(dtype):
         return jnp.tanh(x), *steps, jnp.tanh(x[::-1])[::-1], jnp.tanh(-x)
 
     with jax.enable_x64(dtype == "float64"):
-        moved_results = runs(results, jnp.asarray(numbers(300, seed=8), dtype))
+        moved_results = runs(results, array(np.asarray(numbers(300, seed=8)), dtype))
     first, *steps, turned, other = (np.sign(moved[1:] - moved[:1]) for _, moved in moved_results)
     for step in steps:
         np.testing.assert_array_equal(first, step)

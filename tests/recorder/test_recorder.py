@@ -594,7 +594,7 @@ def test_on_a_full_disk_nothing_is_lost(tmp_path, full_disk):
     full_disk()
     recorder.close()
     (path,) = recorder.captures
-    assert (cg.load_capture(path).params == 1).all()
+    assert np.all(np.asarray(cg.load_capture(path).params) == 1)
     del error
     gc.unfreeze()
     gc.collect()

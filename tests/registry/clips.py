@@ -40,7 +40,7 @@ def ruled(make, grads=GRADS, **arguments):
 def thresholds(make, **arguments):
     """The thresholds of a history of norms of two leaves."""
     threshold = make(**arguments)
-    norms = jnp.stack([NORMS, np.roll(NORMS, 1)], 1)
+    norms = np.stack([NORMS, np.roll(NORMS, 1)], 1)
     step = lambda state, norms: threshold.update(state, norms)[::-1]  # noqa: E731
     return jax.jit(lambda n: jax.lax.scan(step, threshold.init(n[0]), n)[1])(norms)
 

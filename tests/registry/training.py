@@ -12,6 +12,7 @@ import optax
 from flax import nnx
 
 import clipgrad as cg
+from tests.helpers import array
 from tests.registry.clips import on_devices
 
 PARAMS = {"net": {"w": np.float32([1, 2]), "b": np.float32([0.5])}, "head": np.float32([3])}
@@ -68,7 +69,7 @@ def with_aux(w, batch):
 
 class Model(nnx.Module):
     def __init__(self):
-        self.w, self.scale = nnx.Param(jnp.float32([1, 2])), nnx.BatchStat(jnp.float32([1, 1]))
+        self.w, self.scale = nnx.Param(array([1, 2])), nnx.BatchStat(array([1, 1]))
 
 
 def of_model(model, batch):
@@ -84,7 +85,7 @@ def stepped(make, loss_fn=loss, optimizer=None, weights=WEIGHTS, **arguments):
     optimizer = optax.sgd(0.1) if optimizer is None else optimizer
     with jax.numpy_dtype_promotion("standard"):
         step = make(loss_fn, optimizer, **arguments)
-        first = step.init(jax.tree.map(jnp.array, weights))
+        first = step.init(jax.device_put(weights))
         state, metrics = step(first, BATCH)
         state, metrics = step(state, BATCH)
     arrays = [leaf for leaf in jax.tree.leaves(first) if isinstance(leaf, jax.Array)]

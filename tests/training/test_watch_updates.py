@@ -79,7 +79,7 @@ def test_norms_of_groups_and_layers_are_those_of_numpy(name):
     assert_norms(state.norms, expected_norms(GRADS, PARAMS, updates, group_of, stacked))
     assert jax.tree.map(jnp.shape, first) == jax.tree.map(jnp.shape, state)
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.norms))
-    assert not any(map(jnp.any, jax.tree.leaves(first.norms)))
+    assert not any(map(np.any, jax.tree.leaves(first.norms)))
 
 
 # ---- in every wrapper, inside and outside: updates are the optimizer's, and one update is watched
@@ -249,7 +249,7 @@ def test_metrics_have_the_gradient_before_the_clip_and_join_the_keys_of_other_st
     params = {"blocks": [{}, {}, {}, {"attn": {"kernel": array(np.ones((3, 3)))}}]}
     tx = cg.watch_updates(optax.chain(cg.clip_by_global_norm(1.0, stats=True), optax.sgd(0.1)))
     step = cg.train_step(loss, tx, error_clip={"**/attn": None}, watch_values=["**/attn"])
-    state, metrics = step(step.init(params), X)
+    state, metrics = jax.device_get(step(step.init(params), X))
     norms = metrics["updates"]["blocks/3/attn"]
     assert norms.grad == metrics["grad_norm"] > 1.01 * metrics["clipped_norm"]
     np.testing.assert_allclose(norms.update, 0.1, rtol=1e-5)
@@ -295,10 +295,10 @@ DTYPES = ["float32", "bfloat16", "float16", "complex64", "float8_e4m3fn", "float
 @pytest.mark.parametrize("stacked", [None, "w"])
 def test_every_dtype_is_measured_in_float32(dtype, stacked):
     rows = np.arange(1.0, 13.0).reshape(3, 4) / 8
-    w = array(rows).astype(dtype) * (1 if dtype != "complex64" else 1 + 2j)
-    tree = {"w": w.astype(dtype), "steps": array(np.arange(3), np.int32), "none": None}
+    w = array(rows * (1 if dtype != "complex64" else 1 + 2j), dtype)
+    tree = {"w": w, "steps": array(np.arange(3), np.int32), "none": None}
     tx = cg.watch_updates(optax.identity(), stacked=stacked)
-    _, state = tx.update(tree, tx.init(tree), tree)
+    _, state = jax.jit(tx.update)(tree, tx.init(tree), tree)
     assert list(state.norms) == ["w"]
     wide = {"w": np.asarray(w).astype("complex64" if dtype == "complex64" else "float32")}
     assert_norms(state.norms, expected_norms(wide, wide, wide, lambda path: path, stacked or ""))
@@ -307,9 +307,9 @@ def test_every_dtype_is_measured_in_float32(dtype, stacked):
 
 def test_float64_is_measured_in_float64():
     with jax.enable_x64(True):
-        tree = {"w": jnp.array([3e200, 4e200]), "v": array(np.ones(2))}
+        tree = {"w": array([3e200, 4e200], np.float64), "v": array(np.ones(2))}
         tx = cg.watch_updates(optax.sgd(0.5))
-        _, state = tx.update(tree, tx.init(tree), tree)
+        _, state = jax.jit(tx.update)(tree, tx.init(tree), tree)
         np.testing.assert_allclose(state.norms["w"].grad, 5e200, rtol=1e-12)
 
 
@@ -450,7 +450,8 @@ def test_an_optimizer_may_be_differentiated():
         updates, _ = tx.update({"w": w**2}, tx.init({"w": w}), {"w": w})
         return jnp.sum(w + updates["w"])
 
-    np.testing.assert_allclose(jax.grad(after)(array([1.0, 2.0])), [0.8, 0.6], rtol=1e-6)
+    gradient = jax.jit(jax.grad(after))(array([1.0, 2.0]))
+    np.testing.assert_allclose(gradient, [0.8, 0.6], rtol=1e-6)
 
 
 # ---- a run that diverges by one layer: the ratio names it long before the loss doubles
