@@ -273,7 +273,9 @@ class PerStep(_programs.Hook):
 def test_a_hook_hands_values_out_step_by_step():
     function = lambda x: lax.scan(lambda c, t: (c, jnp.sin(t)), x[0], x)[1]  # noqa: E731
     weights = array(np.arange(4.0))
-    np.testing.assert_allclose(again(function, PerStep(weights)), np.arange(4) * np.sin(X), rtol=1e-6)
+    np.testing.assert_allclose(
+        again(function, PerStep(weights)), np.arange(4) * np.sin(X), rtol=1e-6
+    )
 
 
 def test_a_hook_is_asked_about_constants():
@@ -282,9 +284,7 @@ def test_a_hook_is_asked_about_constants():
             return 3 * value
 
     table = np.arange(4, dtype=np.float32)
-    np.testing.assert_allclose(
-        again(lambda x: x + table, Tripled()), np.asarray(X) + 3 * table
-    )
+    np.testing.assert_allclose(again(lambda x: x + table, Tripled()), np.asarray(X) + 3 * table)
 
 
 def test_a_context_of_an_equation_is_kept():
