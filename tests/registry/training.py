@@ -13,7 +13,7 @@ from flax import nnx
 
 import clipgrad as cg
 from tests.helpers import array
-from tests.registry.clips import on_devices
+from tests.registry.clips import SPREAD, on_devices
 
 PARAMS = {"net": {"w": np.float32([1, 2]), "b": np.float32([0.5])}, "head": np.float32([3])}
 GRADS = jax.tree.map(lambda w: np.float32(0.1) * w, PARAMS)
@@ -26,8 +26,8 @@ LOSSES = np.float32([1, 1.1, 1, 0.9, 30, 1, 1, 1.1, 1, 1])
 SMALL = dict(window=8, min_history=3)
 
 
-def trained(make, inner, **arguments):
-    """The updates and the states of ten steps, of one of two devices."""
+def trained(make, inner, devices=1, **arguments):
+    """The updates and the states of ten steps; for an axis name those of two devices."""
     tx = make(inner, **arguments)
 
     def run(steps):
@@ -38,7 +38,7 @@ def trained(make, inner, **arguments):
         return jax.lax.scan(step, tx.init(PARAMS), (steps, LOSSES))[1]
 
     with jax.numpy_dtype_promotion("standard"):
-        return on_devices(run, STEPS)
+        return on_devices(devices, run, STEPS)
 
 
 def skipped(make, inner=None, **arguments):
@@ -200,12 +200,12 @@ ROWS = {
     "skip_spikes": (
         skipped, {}, dict(inner=optax.sgd(2.0)), dict(max_norm=0.4, window=None, min_history=None),
         dict(window=3), dict(sigma=0.5), dict(min_history=7), dict(where="net"),
-        dict(axis_name=jax.P("x")), dict(halt="spike"), dict(judge="loss"),
+        SPREAD, dict(halt="spike"), dict(judge="loss"),
     ),
     "watch_updates": (
         watched, {}, dict(optimizer=optax.sgd(2.0)), dict(by="leaf"),
         dict(stacked="net/w", by="leaf"),
-        dict(axis_name=jax.P("x")),
+        SPREAD,
     ),
     "train_step": (
         stepped, {}, dict(loss_fn=absolute), dict(optimizer=optax.sgd(0.2)),
