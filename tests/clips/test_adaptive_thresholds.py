@@ -441,7 +441,7 @@ def test_an_adaptive_bound_has_no_other_bound():
 def test_other_leaves_than_those_of_init_are_refused():
     tx = cg.clip_by_norm(cg.PercentileThreshold(90))
     with pytest.raises(ValueError, match="got 2 leaves to clip, but the state has 0 thresholds"):
-        tx.update([array(np.ones(2))] * 2, tx.init(None))
+        jax.jit(tx.update)([array(np.ones(2))] * 2, tx.init(None))
 
 
 @pytest.mark.parametrize("threshold", [cg.PercentileThreshold(90), lambda step: 1.0], ids=[0, 1])

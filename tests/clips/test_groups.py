@@ -105,4 +105,4 @@ def test_statistics_of_other_leaves_than_those_of_init_are_refused():
     tx = cg.clip_by_norm(1.0, stats="per_leaf")
     for other in (TREE["body"], {"b": array(np.ones(1)), "h": TREE["head"]}):
         with pytest.raises(ValueError, match="updates: got the leaves .* the state has"):
-            tx.update(other, tx.init(TREE))
+            jax.jit(tx.update)(other, tx.init(TREE))

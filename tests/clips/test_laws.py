@@ -321,7 +321,6 @@ def mixed_tree():
     }
 
 
-@first_rows(3)
 @every_case
 def test_leaves_that_hold_no_gradient_pass_through_untouched(case):
     tree = mixed_tree()

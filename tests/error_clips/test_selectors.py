@@ -215,9 +215,9 @@ def test_a_function_of_the_tree_returns_a_mask():
     def mask(tree):
         return jax.tree_util.tree_map_with_path(lambda path, _: "'head'" not in str(path), tree)
 
-    got = jax.device_get(cg.clip_grads(tree, cg.ClipByNorm(1.0), where=mask)[0]["params"])
+    got = jax.device_get(CALLS["clip_grads"](tree, mask)["params"])
     assert got["head"][0] == 9 and got["body"]["head_norm"][0] < 1
-    assert cg.clip_grads(array([9.0, 9.0]), cg.ClipByNorm(1.0), where=lambda x: True)[0][0] < 1
+    assert np.all(CALLS["clip_grads"](array([9.0, 9.0]), lambda x: True) < 1)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The training step and skip_spikes, crossed: optimizers, wrappers, frameworks and arguments."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -213,10 +215,12 @@ def test_skipped_steps_in_a_row_are_counted_whatever_the_reason(name):
     assert (opt_state.skipped_count, opt_state.spike_count) == (4, 4 * finite)
 
 
+HALTING = cg.train_step(linear, cg.skip_spikes(optax.sgd(1.0), max_norm=9.0, halt=True))
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e30], ids=str)
 def test_the_norm_of_a_skipped_step_is_what_was_measured(bad):
-    step = cg.train_step(linear, cg.skip_spikes(optax.sgd(1.0), max_norm=9.0, halt=True))
-    state, metrics = step(step.init({"w": array(np.ones(2))}), array([bad, 0.0]))
+    state, metrics = HALTING(HALTING.init({"w": array(np.ones(2))}), array([bad, 0.0]))
     assert metrics["skipped"]
     shown = [metrics["grad_norm"], state.opt_state.raw_norm]
     shown += [cg.scalars(tree)["skip_spikes/raw_norm"] for tree in (metrics, state)]
@@ -257,12 +261,17 @@ def test_a_loss_that_is_not_finite_halts_though_its_gradient_is(halt):
 # ---- microbatches: what they overwrite, and what they weigh
 
 
+@functools.cache
+def overwriting_step(parts):
+    return cg.train_step(overwriting, optax.sgd(0.1), accumulate=parts)
+
+
 @pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize("place", range(4))
 def test_an_overwritten_parameter_gets_the_largest_of_the_microbatches(place, parts):
     x = np.ones((8, 2), np.float32)
     x[place] = 5.0
-    step = cg.train_step(overwriting, optax.sgd(0.1), accumulate=parts)
+    step = overwriting_step(parts)
     state, _ = step(step.init(with_scale()), x)
     assert float(state.params["_overwrite_with_gradient"]["deep"]["scale"]) == 5.0
 

@@ -392,7 +392,7 @@ def test_inside_shard_map_the_named_axes_are_added_up():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     tx = cg.watch_updates(optax.sgd(0.1), axis_name="x", stacked="v")
     whole = cg.watch_updates(optax.sgd(0.1), stacked="v")
-    _, expected = whole.update(SHARDED, whole.init(SHARDED), SHARDED)
+    _, expected = jax.jit(whole.update)(SHARDED, whole.init(SHARDED), SHARDED)
 
     def step(tree):
         def body(state, _):
