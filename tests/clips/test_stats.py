@@ -203,6 +203,12 @@ def test_zero_is_neutral_and_has_the_structure_of_all_others():
     assert (zero.norm == 0).all() and (zero.scale == 1).all() and (zero.fraction == 0).all()
 
 
+def test_a_norm_is_read_off_by_one_program(compiled):
+    stats = jax.device_put(cg.types.ClipStats(*[np.zeros((11, 3), np.float32)] * 5))
+    np.testing.assert_array_equal(stats.norm, np.zeros(11))
+    assert list(compiled) == ["jit(root_of_sums)"]
+
+
 def test_what_is_not_asked_for_is_not_computed(key):
     grads = array(np.linspace(-1, 1, 64))
 

@@ -154,6 +154,28 @@ def test_auxiliary_output(parts, key):
     np.testing.assert_allclose(np.mean(metrics["aux"]["mean"]), np.mean(batch[0]), rtol=1e-5)
 
 
+def test_the_first_state_is_copied_in_place_and_compiles_nothing(compiled):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    own, spread = np.ones(41, np.float32), jax.NamedSharding(mesh, jax.P("x"))
+    params = {
+        "NumPy": own,
+        "anywhere": jax.device_put(np.ones(43, np.float32)),
+        "there": jax.device_put(np.ones(47, np.float32), jax.devices()[3]),
+        "spread": jax.device_put(np.ones((8, 3), np.float32), spread),
+    }
+    state = cg.train_step(loss_fn, optax.sgd(0.1)).init(params)
+    assert not compiled
+    for name, copy in state.params.items():
+        given = params[name]
+        assert copy.committed == getattr(given, "committed", False), name
+        if isinstance(given, jax.Array):
+            assert copy.sharding == given.sharding, name
+            pointers = [x.addressable_shards[0].data.unsafe_buffer_pointer() for x in (copy, given)]
+            assert pointers[0] != pointers[1], name
+    own[:] = 2.0
+    assert np.all(np.asarray(state.params["NumPy"]) == 1)
+
+
 @pytest.mark.parametrize("donate", [True, False])
 def test_buffers_are_donated_and_the_parameters_of_the_caller_are_not(donate, key):
     params, batch = data(key)
