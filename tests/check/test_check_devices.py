@@ -18,7 +18,7 @@ from clipgrad._check.report import GradCheckReport
 from clipgrad._check.slopes import progress_bar
 from clipgrad._check.tolerances import LONG
 from tests.helpers import array
-from tests.rows import each_value
+from tests.rows import each_value, some_of
 
 X = array([0.5, 1.5])
 
@@ -135,7 +135,7 @@ BOUND = {
 }
 
 
-@pytest.mark.parametrize("kind", GROUPS)
+@pytest.mark.parametrize("kind", some_of(GROUPS, ["gpu"]))
 @pytest.mark.parametrize("name", ["array", *map(slow, ["shard_map", "constraint", "put"])])
 def test_a_function_bound_to_devices_is_checked_on_these_and_the_report_says_so(
     two_kinds, name, kind

@@ -596,9 +596,7 @@ def test_on_a_full_disk_nothing_is_lost(tmp_path, full_disk):
     (path,) = recorder.captures
     assert np.all(np.asarray(cg.load_capture(path).params) == 1)
     del error
-    gc.unfreeze()
     gc.collect()
-    gc.freeze()
 
 
 KILLED = """
