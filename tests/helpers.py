@@ -190,6 +190,11 @@ def generator(key: jax.Array) -> np.random.Generator:
     return np.random.default_rng(np.asarray(jax.random.key_data(key)))
 
 
+def key_of(seed: int) -> jax.Array:
+    """`jax.random.key(seed)` for a table of tests: that itself is a program."""
+    return jax.random.wrap_key_data(np.uint32([0, seed]))
+
+
 def array(x: Any, dtype: Any = np.float32) -> jax.Array:
     """An array that no program makes: each process that collects makes the arrays of a module."""
     return jax.device_put(np.array(x, dtype))  # jnp.array compiles a copy for each shape

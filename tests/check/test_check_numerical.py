@@ -15,7 +15,7 @@ def model(params, x):
     return {"y": params["w"] * x, "z": jnp.sum(x) * params["b"]}
 
 
-PARAMS = {"w": array([1.5, -0.5, 3.0]), "b": jnp.float32(3), "n": 7}
+PARAMS = {"w": array([1.5, -0.5, 3.0]), "b": array(3), "n": 7}
 
 
 def test_it_is_the_central_difference_with_paddles_step():

@@ -1,6 +1,7 @@
 """The contract of differentiation, what is counted and said of values, and outputs that cancel."""
 
 import ast
+import functools
 import pathlib
 
 import jax
@@ -33,7 +34,11 @@ from tests.helpers import array
 from tests.rows import first_row, some_of
 
 X = array([0.4, 1.2, 2.5])
-SUBJECT = checked_function(lambda x: 2 * x, (X,))
+
+
+@functools.cache
+def doubled():
+    return checked_function(lambda x: 2 * x, (X,))
 
 
 def test_kinds_stand_in_order_of_severity_and_each_that_is_not_right_is_said():
@@ -115,21 +120,21 @@ def test_noise_above_the_slope_tells_nothing_and_below_it_is_allowed_for():
 
 
 def test_a_value_that_differs_when_differentiated_is_named():
-    (failure,) = contract.primal(SUBJECT, [array([0.8, 2.5, 5.0])], "differentiated")
+    (failure,) = contract.primal(doubled(), [array([0.8, 2.5, 5.0])], "differentiated")
     assert failure.check == "primal" and failure.where == "out[1]"
     assert "value 2.4 when called, 2.5 when differentiated; 1 of 3 elements" in failure.detail
 
 
 @pytest.mark.parametrize(("part", "differ"), [(0.5, False), (2.0, True)])
 def test_values_are_the_same_to_a_tenth_of_the_tolerance(part, differ):
-    other = [array(np.asarray(SUBJECT.outputs[0]) * (1 + part * 5e-5))]
-    assert bool(contract.primal(SUBJECT, other, "differentiated")) == differ
+    other = [array(np.asarray(doubled().outputs[0]) * (1 + part * 5e-5))]
+    assert bool(contract.primal(doubled(), other, "differentiated")) == differ
 
 
 def test_an_output_of_another_type_or_shape_is_named():
-    (failure,) = contract.primal(SUBJECT, [array([0.8, 2.4, 5.0], jnp.bfloat16)], "compiled")[:1]
+    (failure,) = contract.primal(doubled(), [array([0.8, 2.4, 5.0], jnp.bfloat16)], "compiled")[:1]
     assert failure.detail == "dtype float32 when called, bfloat16 when compiled"
-    (failure,) = contract.primal(SUBJECT, [array([[0.8, 2.4, 5.0]])], "compiled")
+    (failure,) = contract.primal(doubled(), [array([[0.8, 2.4, 5.0]])], "compiled")
     assert failure.detail == "shape (3,) when called, (1, 3) when compiled"
 
 

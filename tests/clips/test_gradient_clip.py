@@ -217,7 +217,7 @@ def test_an_unknown_policy_is_refused():
 
 
 @pytest.mark.parametrize(
-    "number", [0.5, np.float32(0.5), jnp.array(0.5)], ids=lambda x: type(x).__name__
+    "number", [0.5, np.float32(0.5), array(0.5)], ids=lambda x: type(x).__name__
 )
 def test_a_number_in_place_of_a_rule_is_a_limit_of_the_norm(number):
     loss = lambda w, x: jnp.sum(w * x)  # noqa: E731

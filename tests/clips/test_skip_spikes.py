@@ -231,7 +231,7 @@ def test_a_state_without_a_history_where_one_is_needed_is_refused():
     ({"sigma": -1.0}, "sigma: got -1.0, expected a number >= 0"),
     ({"min_history": 129}, "min_history: got 129, expected at most window, 128"),
     ({"max_norm": -1.0}, "max_norm: got -1.0"),
-    ({"window": jnp.array(8)}, "window: got .*; for optax.inject_hyperparams name it in static"),
+    ({"window": array(8, int)}, "window: got .*; for optax.inject_hyperparams name it in stat"),
     ({"min_history": cg.HistoryThreshold()}, "min_history: got HistoryThreshold.*an integer"),
 ], ids=str)  # fmt: skip
 def test_what_is_out_of_range_is_refused(kwargs, match):

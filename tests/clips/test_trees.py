@@ -9,11 +9,11 @@ import pytest
 from hypothesis import strategies as st
 
 from clipgrad._arrays.trees import combine, is_clippable, is_none, map_clippable, partition
-from tests.helpers import array
+from tests.helpers import array, key_of
 
 LEAVES = [
     None, 1, 2.5, True, "text", np.ones(2), array([0.0] * 3), array([0, 1], np.int32),
-    jax.random.key(0),    np.zeros(2, jax.dtypes.float0),
+    key_of(0), np.zeros(2, jax.dtypes.float0),
 ]  # fmt: skip
 leaves = st.sampled_from(LEAVES)
 trees = st.recursive(

@@ -19,7 +19,7 @@ from tests.compare.compare_layouts import ARGS as MLP_ARGS
 from tests.compare.compare_layouts import LAYOUTS, mlp
 from tests.compare.compare_models import with_vjp
 from tests.compare.compare_pairs import EQUAL, PLANTED, Draw
-from tests.helpers import SEED, array
+from tests.helpers import SEED, array, key_of
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
 
@@ -180,7 +180,12 @@ def test_a_finding_shows_sizes_that_are_apart(folder, right):
     np.testing.assert_allclose(numbers[::2], np.multiply(numbers[1::2], 1.1), rtol=0.01)
 
 
-STEP_ARGS = (ARGS[0], ARGS[1], jax.random.key(3), array(np.arange(3), np.int32))
+STEP_ARGS = (
+    ARGS[0],
+    ARGS[1],
+    key_of(3),
+    array(np.arange(3), np.int32),
+)
 
 
 def step(params, x, key, count, rate=0.1, ahead=1):

@@ -144,7 +144,8 @@ def rule_of_the_users(x):
     return jnp.sum(bad_rule(2 * x))  # here
 
 
-@sick("vjp", "bad_tangent", ONES, array([[1.0]] * 3), step=2, good=(3 * ONES, array([[1.0]] * 3)),
+@sick("vjp", "bad_tangent", ONES, array([[1.0]] * 3), step=2,
+      good=(array([3.0] * 3), array([[1.0]] * 3)),
       says=by_rule_of(rule_of_bad_tangent, "1, 0"))  # fmt: skip
 def rule_of_a_tangent_in_a_scan(x, steps):
     step = lambda total, k: (total + jnp.sum(bad_tangent(2 * k * x)), None)  # noqa: E731
@@ -164,8 +165,10 @@ def angle(x):
     return jnp.arctan2(x, x)  # here
 
 
-@sick("value", "log", jnp.float32(-0.3), others=None, never=["jnp.where", "log_softmax"])
-@sick("value", "log", LOW(-0.3), others=None, never=["jnp.where", "65504"], name="log_in_half")
+@sick("value", "log", array(-0.3), others=None, never=["jnp.where", "log_softmax"])
+@sick(
+    "value", "log", array(-0.3, LOW), others=None, never=["jnp.where", "65504"], name="log_in_half"
+)
 def logarithm_of_a_negative_number(x):
     return jnp.log(x).astype(jnp.float32)  # here
 
@@ -319,7 +322,7 @@ def read_by_a_vjp(x):
     return jnp.sum(jnp.where(x < 0, logs * x, x))  # here
 
 
-DELAYS = {"tau": jnp.float32(0.8), "size": jnp.float32(-2.0)}
+DELAYS = {"tau": array(0.8), "size": array(-2.0)}
 
 
 @sick(
@@ -392,7 +395,7 @@ def twice(y):
 
 def summed(operation, says="", **expected):
     texts = ["the cotangents of its uses are finite, but their sum is not", says]
-    return sick("sum", operation, jnp.array(0.0), says=texts, **expected)
+    return sick("sum", operation, array(0.0), says=texts, **expected)
 
 
 @summed("argument", "args[0] is used")

@@ -304,9 +304,7 @@ NOTED = {
 
 
 def multiplied(factor, steps):
-    return scanned(
-        lambda w, h, x: w * h + x, array(np.zeros(3)), jnp.float32(factor), normal(steps, 3)
-    )
+    return scanned(lambda w, h, x: w * h + x, array(np.zeros(3)), array(factor), normal(steps, 3))
 
 
 def forgotten(factor, steps):
@@ -375,7 +373,7 @@ def growth_that_overflows(w, x):
     return jnp.sum(jax.lax.scan(lambda h, x: (h @ w + x, None), jnp.zeros(16), x)[0])
 
 
-@sick("grows", None, jnp.float32(5), array(np.zeros((8, 10))),
+@sick("grows", None, array(5), array(np.zeros((8, 10))),
       says="at each of the 8 steps of the scan,", **near(5))  # fmt: skip
 def growth_between_the_scans_inside(w, x):
     def outer(h, x):

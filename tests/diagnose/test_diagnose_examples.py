@@ -79,7 +79,7 @@ def test_a_loss_that_needs_whole_batches_gets_copies_of_one_example():
 @pytest.mark.parametrize("args, which, match", [
     ((W, batch()), "bach", "examples: got 'bach', expected the name or the position .*batch"),
     ((W, batch()), 2, "examples: got 2, expected the name"),
-    ((W, {"x": np.ones((8, 2), np.float32), "scale": jnp.float32(1.0)}), 1,
+    ((W, {"x": np.ones((8, 2), np.float32), "scale": array(1.0)}), 1,
      r"examples: got \(\), \(8, 2\) in args\[1\], expected one leading axis for all"),
   ((W, batch(), np.ones(7)), (1, 2),
    r"examples: got \(8,\), \(8, 2\) in args\[1\] and \(7,\) in args\[2\], expected one leading"),

@@ -802,7 +802,7 @@ def test_an_integer_to_differentiate_by_is_refused_with_what_to_write(arguments)
         run(arguments, 2.0)
 
 
-THRESHOLDS = [jnp.array(1.0), array(np.ones(2)), np.ones(2)]
+THRESHOLDS = [array(1.0), array(np.ones(2)), np.ones(2)]
 
 
 @pytest.mark.parametrize("threshold", THRESHOLDS, ids=str)

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import sparse
 
 import clipgrad as cg
-from tests.helpers import PLACES, array, assert_close, assert_same
+from tests.helpers import PLACES, array, assert_close, assert_same, key_of
 from tests.rows import first_row
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
@@ -186,7 +186,7 @@ def test_what_may_hold_a_gradient_is_refused_and_not_passed_by(name):
 # Leaves that no clip acts on, and what a function that is differentiated may be given besides.
 PASSENGERS = {
     "none": None, "text": "text", "function": jax.nn.relu, "int": 3, "bool": np.array([True]),
-    "int4": array([1] * 3, jnp.int4), "uint2": array([1] * 3, jnp.uint2), "key": jax.random.key(0),
+    "int4": array([1] * 3, jnp.int4), "uint2": array([1] * 3, jnp.uint2), "key": key_of(0),
     "float0": np.zeros(2, jax.dtypes.float0),
 }  # fmt: skip
 MORE = {"object": Model(), "objects of NumPy": np.array([None]), "text of NumPy": np.array(["x"])}

@@ -92,7 +92,7 @@ def spikes():
 
 RULES = [
     *(cg.ClipByValue(0.5, nan=0.0), cg.ClipByNorm(np.array(0.5, np.float32), ord=jnp.inf)),
-    *(cg.ClipByGlobalNorm(jnp.array(0.5)), cg.ClipByBlockRMS(0.5), cg.AdaptiveClip(0.5, axis=0)),
+    *(cg.ClipByGlobalNorm(array(0.5)), cg.ClipByBlockRMS(0.5), cg.AdaptiveClip(0.5, axis=0)),
     cg.AutoNorm(0.5),
 ]
 THRESHOLDS = [cg.PercentileThreshold(50, window=3), cg.EMAThreshold(warmup=2)]

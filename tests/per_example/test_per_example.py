@@ -23,6 +23,7 @@ from tests.helpers import (
     assert_same,
     float64,
     generator,
+    key_of,
     stable_id,
 )
 from tests.rows import each_value, first_row
@@ -488,7 +489,7 @@ def test_a_wrong_batch_is_refused(batch, match):
 
 @pytest.mark.slow
 @first_row
-@pytest.mark.parametrize("leaf", [jax.random.key(0), 1, array(np.zeros(3), bool)], ids=stable_id)
+@pytest.mark.parametrize("leaf", [key_of(0), 1, array(np.zeros(3), bool)], ids=stable_id)
 def test_parameters_that_have_no_gradient_are_passed_over(leaf, key):
     params, batch = data(key)
     more = {**params, "step": leaf}

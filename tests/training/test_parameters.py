@@ -19,7 +19,7 @@ from clipgrad._frameworks import Parameters
 from tests.helpers import array, assert_close
 
 pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.slow]
-X = array(np.linspace(-1.0, 2.0, 12).reshape(4, 3) ** 2)
+X = array(np.linspace(-1.0, 2.0, 12, dtype=np.float32).reshape(4, 3) ** 2)
 
 
 class Counter(nnx.Variable):
