@@ -61,8 +61,28 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: not any(m.kwargs.get("first") for m in item.iter_markers("slow")))
 
 
+# What JAX compiles while the tests are imported, which each process does.
+_AT_IMPORT = collections.Counter()
+
+
+def _note(event, duration, **details):
+    del duration
+    if event.endswith("backend_compile_duration"):
+        _AT_IMPORT[str(details["fun_name"])] += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_note)
+
+
+@pytest.fixture
+def compiled_at_import():
+    """A counter of the programs compiled while the tests were imported."""
+    return _AT_IMPORT
+
+
 def pytest_collection_finish():
     """The garbage collector need not look again and again at what stays, as what was imported."""
+    jax.monitoring.unregister_event_duration_listener(_note)
     gc.freeze()
     gc.set_threshold(10_000, 20, 50)
 

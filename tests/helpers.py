@@ -181,9 +181,18 @@ PLACES = {"error_clip": by_error_clip, "gradient_clip": by_gradient_clip}
 def tree_of(key: jax.Array, dtype: Any = jnp.float32, scale: float = 1.0) -> dict[str, jax.Array]:
     """A tree with a convolution kernel, a dense kernel, a bias and an empty leaf."""
     shapes = {"bias": (5,), "conv": (2, 3, 4), "dense": (4, 5), "empty": (0, 3)}
-    keys = jax.random.split(key, len(shapes))
-    normal = {n: jax.random.normal(k, s) for k, (n, s) in zip(keys, shapes.items(), strict=True)}
-    return {name: (x * scale).astype(dtype) for name, x in normal.items()}
+    rng = generator(key)
+    return {name: array(rng.normal(size=s) * scale, dtype) for name, s in shapes.items()}
+
+
+def generator(key: jax.Array) -> np.random.Generator:
+    """NumPy's random numbers for a key: JAX's are a program for each shape."""
+    return np.random.default_rng(np.asarray(jax.random.key_data(key)))
+
+
+def key_of(seed: int) -> jax.Array:
+    """`jax.random.key(seed)` for a table of tests: that itself is a program."""
+    return jax.random.wrap_key_data(np.uint32([0, seed]))
 
 
 def array(x: Any, dtype: Any = np.float32) -> jax.Array:

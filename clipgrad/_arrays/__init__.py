@@ -43,6 +43,7 @@ from clipgrad._arrays.numbers import in_one_program as in_one_program
 from clipgrad._arrays.numbers import increment_if as increment_if
 from clipgrad._arrays.numbers import larger as larger
 from clipgrad._arrays.numbers import largest as largest
+from clipgrad._arrays.numbers import one_program_if_eager as one_program_if_eager
 from clipgrad._arrays.numbers import over as over
 from clipgrad._arrays.numbers import quotient as quotient
 from clipgrad._arrays.numbers import real_or_absolute as real_or_absolute

@@ -211,6 +211,7 @@ def sums_of_norm(norm: jax.Array) -> jax.Array:
     return jnp.stack([down, plain, if_needed(up, plain)])
 
 
+@one_program_if_eager
 def root_of_sums(sums: jax.Array) -> jax.Array:
     return root_in_range(sums[..., 0], sums[..., 1], sums[..., 2])
 

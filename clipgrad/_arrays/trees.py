@@ -33,7 +33,9 @@ def is_none(leaf: Any) -> bool:
 
 def check_concrete(name: str, values: Any) -> None:
     """Raises `TypeError` inside of a transformation of JAX, where values are not known."""
-    traced = [x for x in (*jax.tree.leaves(values), jnp.zeros(())) if isinstance(x, Tracer)]
+    traced = [
+        x for x in (*jax.tree.leaves(values), jax.device_put(np.zeros(()))) if isinstance(x, Tracer)
+    ]
     if traced:
         raise TypeError(
             f"{name}: got a traced array, {described(traced[0])}, expected arrays with values; "

@@ -51,11 +51,12 @@ class Law(NamedTuple):
 
 def cases() -> Iterator[Case]:
     x, w = _normal_array(3, 4), _normal_array(4, 4)
+    rows = jax.device_put(np.asarray(w)[:3])
     yield from _at_each_place("off", [None])
     yield from _at_each_place("every rule infinite", INFINITE)
     for rule in ACTIVE:
         name = f"meta-gradient through {rule!r}"
-        yield Case(name, lambda g, p, rule=rule: rule({"g": g}, {"g": p}), (x, w[:3]), order=2)
+        yield Case(name, lambda g, p, rule=rule: rule({"g": g}, {"g": p}), (x, rows), order=2)
     for ord in (1, 2, 3, math.inf):
         function = lambda a, b, ord=ord: global_norm({"a": a, "b": b}, ord)  # noqa: E731
         yield Case(f"global_norm, ord={ord}", function, (x, w), order=1 if ord == math.inf else 2)
@@ -63,7 +64,7 @@ def cases() -> Iterator[Case]:
     yield Case("numbers in one kernel", lambda x: looped(jnp.sqrt, jnp.sum(x * x)), (x,), order=2)
     yield Case("a quotient", lambda x: quotient(x, 1 + jnp.sum(x * x)), (x,), order=2)
     scaled = lambda x, limit: scaled_to(x, 1 + jnp.sum(x * x), limit)  # noqa: E731
-    yield Case("a leaf scaled to a limit", scaled, (x, jnp.float32(0.5)), order=2)
+    yield Case("a leaf scaled to a limit", scaled, (x, np.float32(0.5)), order=2)
     named = error_clip_by_name(_closing_cell, {"h": ErrorClipByValue(math.inf)})
     yield Case("a rule that closes over a value, by name", named, (x, w))
 
@@ -120,7 +121,7 @@ def _closing_cell(x, w):
 
 def _normal_array(*shape):
     rng = np.random.default_rng(list(shape))
-    return jnp.asarray(rng.normal(size=shape), jnp.float32)
+    return jax.device_put(rng.normal(size=shape).astype(np.float32))
 
 
 def add_selftest_parser(subparsers: Any) -> None:

@@ -121,7 +121,7 @@ def _clip_by_one(probe: ClipStats | None, x: Any, rule: CotangentRule | None) ->
     chosen, rest = partition(leaves, lambda x: is_clippable(x) and isinstance(x, kind))
     if (rule is None and probe is None) or not jax.tree.leaves(chosen):
         return x
-    arrays = jax.tree.map(jnp.asarray, chosen)
+    arrays = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), chosen)
     dtype = None if probe is None else probe.before.dtype.name
     backward, saved = _trace_backward(rule, structure, dtype, arrays)
     # The probe varies as the arrays do, so that its cotangent is summed over the devices.

@@ -7,7 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.core import Tracer
 
 from clipgrad._arrays import (
     answers_lookups,
@@ -336,7 +338,15 @@ def _check_trained(optimizer: Any, trained: Any, state: TrainState) -> None:
 
 
 def _copied_leaf(leaf: Any) -> Any:
-    """A copy that is not weakly typed, so that the second step is not traced anew."""
-    if jnp.issubdtype(jnp.asarray(leaf).dtype, jax.dtypes.extended):
-        return jnp.copy(leaf)  # keys of random numbers in an Equinox module
-    return jnp.array(leaf, dtype=jnp.asarray(leaf).dtype, copy=True)
+    """A copy that is not weakly typed, so that the second step is not traced anew.
+
+    What lies on devices of this process is copied there, without a program for each shape.
+    """
+    dtype = jnp.result_type(leaf)
+    if not isinstance(leaf, jax.Array):
+        return jax.device_put(np.array(leaf, dtype))
+    is_key = jnp.issubdtype(dtype, jax.dtypes.extended)  # of random numbers in an Equinox module
+    is_here = not isinstance(leaf, Tracer) and leaf.is_fully_addressable
+    if is_here and (is_key or not leaf.weak_type):
+        return jax.device_put(leaf, leaf.sharding if leaf.committed else None, may_alias=False)
+    return jnp.copy(leaf) if is_key else jnp.array(leaf, dtype, copy=True)

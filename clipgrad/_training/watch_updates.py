@@ -12,6 +12,7 @@ from clipgrad._arrays import (
     answers_lookups,
     explain_call,
     is_none,
+    one_program_if_eager,
     warn_of_parts,
     widest,
 )
@@ -43,8 +44,12 @@ class UpdateNorms(NamedTuple):
     @property
     def ratio(self) -> jax.Array:
         """The update norm divided by the parameter norm; 0 if all parameters are 0."""
-        param = jnp.asarray(self.param)
-        return jnp.where(param == 0, 0, self.update / jnp.where(param == 0, 1, param))
+        return _ratio(self.update, self.param)
+
+
+@one_program_if_eager
+def _ratio(update: jax.Array, param: jax.Array) -> jax.Array:
+    return jnp.where(param == 0, 0, update / jnp.where(param == 0, 1, param))
 
 
 @exportable

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.check.check_zoo import normal
+from tests.helpers import array
 
 
 class Row(NamedTuple):
@@ -102,7 +103,7 @@ def of(name: str, bugs: tuple[str, ...], *shapes) -> Callable:
 
 @of("cross entropy", ("no mean", "twice", "no target"), (4, 6))
 def _cross_entropy():
-    targets = jnp.asarray(np.eye(6, dtype=jnp.bfloat16)[:4])
+    targets = array(np.eye(6, dtype=jnp.bfloat16)[:4], jnp.bfloat16)
 
     def primal(z):
         return -jnp.mean(jnp.sum(jax.nn.log_softmax(z) * targets, 1))

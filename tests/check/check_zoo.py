@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from clipgrad._check.behavior import BEHAVIORS
+from tests.helpers import array
 
 # Of a wrong rule that values alone show: what they find is found beside other checks too.
 VALUES_ALONE = {"skip": tuple(BEHAVIORS)}
@@ -38,7 +39,7 @@ def halved(factor):
 
 
 def normal(seed, *shape, dtype):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+    return array(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def twins(primal, wrong, right):

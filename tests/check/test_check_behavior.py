@@ -10,9 +10,10 @@ from jax import lax
 
 import clipgrad as cg
 from tests.check.check_zoo import PAIRS, custom
+from tests.helpers import array
 from tests.rows import first_row, some_of
 
-X = jnp.asarray([0.3, -0.7, 1.1])
+X = array([0.3, -0.7, 1.1])
 
 
 def checks(function, args=(X,), **options):
@@ -280,5 +281,5 @@ def test_check_grads_finds_a_rule_that_is_wrong_for_one_sign_of_the_cotangent(k)
     def rule(x, g):
         return jnp.where(g[k] < 0, 4 * x * g, 2 * x * g)
 
-    report = cg.check_grads(ruled(rule), (jnp.linspace(0.5, 2, 6),), raise_on_failure=False)
+    report = cg.check_grads(ruled(rule), (array(np.linspace(0.5, 2, 6)),), raise_on_failure=False)
     assert not report.ok

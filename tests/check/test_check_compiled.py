@@ -9,6 +9,7 @@ from jax import lax
 import clipgrad as cg
 from clipgrad._check.traced_again import is_same_program
 from tests.check.check_zoo import normal
+from tests.helpers import array
 from tests.rows import some_of
 
 
@@ -20,14 +21,14 @@ def layers(weights, x, position):
 
 def test_the_loop_of_a_loss_is_compiled_twice_outside_of_jit(compiled):
     # The loss and its derivative; an integer makes the check ask for types.
-    args = normal(3, 2, 3, 3, dtype=jnp.float32), jnp.ones((2, 3)), 2
+    args = normal(3, 2, 3, 3, dtype=jnp.float32), array(np.ones((2, 3))), 2
     assert cg.check_grads(lambda *args: layers(*args), args, wrt=0).ok
     assert sum(count for name, count in compiled.items() if "scan" in name) == 2
 
 
 def test_the_way_back_of_a_loss_without_rules_is_one_program(compiled):
     # Of each operation there is a program of the loss and one of its derivative, no transpose.
-    x = jnp.linspace(1.0, 2.0, 23)  # a size of which no other test has programs
+    x = array(np.linspace(1.0, 2.0, 23))  # a size of which no other test has programs
     assert cg.check_grads(lambda x: jnp.sum(jnp.sin(x) * x), (x,)).ok
     assert compiled["jit(sin)"] == 2
     assert not {"jit(mul)", "jit(add_any)"} & set(compiled)
@@ -47,7 +48,7 @@ CHANGED = {
 def test_a_loop_that_changes_with_each_call_is_not_deterministic(kind):
     calls = []
     changing = scanned(lambda: calls.append(1) or CHANGED[kind](len(calls)))
-    report = cg.check_grads(changing, (jnp.ones(3),), raise_on_failure=False)
+    report = cg.check_grads(changing, (array(np.ones(3)),), raise_on_failure=False)
     assert "determinism" in {failure.check for failure in report.failures}
 
 
@@ -80,7 +81,7 @@ def test_a_loop_whose_derivative_is_another_at_any_one_call_fails(wrong):
 def test_programs_are_the_same_if_texts_and_all_constants_are():
     def program(a, b):
         inner = jax.jit(lambda x: x * a)
-        return jax.make_jaxpr(lambda x: inner(x) + b)(jnp.ones(2))
+        return jax.make_jaxpr(lambda x: inner(x) + b)(array(np.ones(2)))
 
     one, two = np.ones(2, np.float32), np.full(2, 2.0, np.float32)
     assert is_same_program(program(one, one), program(one.copy(), one.copy()))

@@ -17,9 +17,10 @@ from clipgrad._check.checked_function import checked_function
 from clipgrad._check.report import GradCheckReport
 from clipgrad._check.slopes import progress_bar
 from clipgrad._check.tolerances import LONG
-from tests.rows import each_value
+from tests.helpers import array
+from tests.rows import each_value, some_of
 
-X = jnp.asarray([0.5, 1.5])
+X = array([0.5, 1.5])
 
 
 def slow(case):
@@ -127,14 +128,14 @@ BOUND = {
     "constraint": lambda mesh: (
         lambda x: jnp.sin(lax.with_sharding_constraint(x, NamedSharding(mesh, P("i"))))
     ),
-    "array": lambda mesh: (lambda array: jax.jit(lambda x: jnp.sin(x) * array))(
+    "array": lambda mesh: (lambda factor: jax.jit(lambda x: jnp.sin(x) * factor))(
         jax.device_put(X, NamedSharding(mesh, P("i")))
     ),
     "put": lambda mesh: lambda x: jnp.sin(jax.device_put(x, mesh.devices[0])),
 }
 
 
-@pytest.mark.parametrize("kind", GROUPS)
+@pytest.mark.parametrize("kind", some_of(GROUPS, ["gpu"]))
 @pytest.mark.parametrize("name", ["array", *map(slow, ["shard_map", "constraint", "put"])])
 def test_a_function_bound_to_devices_is_checked_on_these_and_the_report_says_so(
     two_kinds, name, kind

@@ -17,7 +17,7 @@ from tests.check.check_zoo import custom
 from tests.helpers import array
 from tests.rows import crossed
 
-X = jnp.asarray([0.5, 1.5])
+X = array([0.5, 1.5])
 
 
 def failed(function, *args, **options):
@@ -36,7 +36,7 @@ REFUSED = [
         ValueError,
         r"^args: got leaves of \['int32'\], expected a floating",
         jnp.sin,
-        (jnp.arange(3),),
+        (array(np.arange(3), np.int32),),
         {},
     ),
     (
@@ -150,21 +150,23 @@ def test_numerical_grad_refuses_a_wrong_delta_and_a_cotangent_of_another_shape()
     with pytest.raises(ValueError, match="delta: got -1, expected a positive number"):
         cg.numerical_grad(jnp.sin, (X,), delta=-1)
     with pytest.raises(ValueError, match=r"^cotangent: got the shapes \[\(3,\)\], expected"):
-        cg.numerical_grad(jnp.sin, (X,), cotangent=jnp.ones(3))
+        cg.numerical_grad(jnp.sin, (X,), cotangent=array(np.ones(3)))
 
 
 def test_an_excluded_input_may_hold_anything():
-    mask = jnp.asarray([0.0, -np.inf])
+    mask = array([0.0, -np.inf])
     assert cg.check_grads(lambda x, m: x * jnp.exp(m), (X, mask), no_grad="m").ok
 
 
 def test_a_value_that_is_not_finite_fails():
-    assert "[finite] out[0]: the value is not finite at 1 of 2" in failed(jnp.log, X.at[0].set(-1))
+    assert "[finite] out[0]: the value is not finite at 1 of 2" in failed(
+        jnp.log, array([-1.0, 1.5])
+    )
 
 
 @pytest.mark.parametrize("fun", [jnp.sqrt, jnp.cbrt, lambda x: jnp.where(x > 0, jnp.log(x), 0.0)])
 def test_a_gradient_that_is_not_finite_is_one_failure(fun):
-    report = cg.check_grads(fun, (X.at[0].set(0),), raise_on_failure=False)
+    report = cg.check_grads(fun, (array([0.0, 1.5]),), raise_on_failure=False)
     assert [(each.check, each.where) for each in report.failures] == [("finite", "args[0][0]")]
 
 
@@ -172,7 +174,7 @@ def test_a_gradient_that_is_not_finite_is_one_failure(fun):
 def test_a_wrong_value_beside_one_that_is_not_finite_is_found(mode):
     root = jax.custom_vjp(jnp.sqrt)
     root.defvjp(lambda x: (jnp.sqrt(x), x), lambda x, g: (g / jnp.sqrt(x),))
-    text = failed(root, X.at[0].set(0), mode=mode)
+    text = failed(root, array([0.0, 1.5]), mode=mode)
     assert "1 of 2 elements of the gradient are not finite" in text
     assert "[value] args[0][1]: 1 of 2 elements wrong" in text
 
@@ -196,7 +198,7 @@ def test_absent_devices_are_not_run_and_alone_not_ok():
 
 
 def test_a_gradient_of_zero_everywhere_is_noted():
-    report = cg.check_grads(jnp.round, (X + 0.1,))
+    report = cg.check_grads(jnp.round, (array([0.6, 1.6]),))
     assert "the gradient is zero everywhere: does the output depend on the inputs?" in report.notes
 
 
@@ -206,7 +208,7 @@ def test_a_gradient_of_zero_everywhere_is_noted():
 def test_a_stationary_point_is_not_called_independent(function, rule):
     """Nor is a rule that is zero, which another point shows to be wrong."""
     ruled = custom(lambda x: function(x), lambda r, g: (rule * jax.vjp(function, *r)[1](g)[0],))
-    report = cg.check_grads(ruled, (jnp.zeros(3),), raise_on_failure=False)
+    report = cg.check_grads(ruled, (array(np.zeros(3)),), raise_on_failure=False)
     assert report.ok == (rule == 1.0)
     assert "depend" not in str(report)
 

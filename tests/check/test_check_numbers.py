@@ -11,10 +11,11 @@ from jax.experimental.pallas import pallas_call
 
 import clipgrad as cg
 from tests.check.check_zoo import PAIRS, custom, normal
+from tests.helpers import array
 
 pytestmark = pytest.mark.slow
 
-X = jnp.asarray([0.4, -1.2, 2.5])
+X = array([0.4, -1.2, 2.5])
 
 
 def passed(function, *args, **options):

@@ -18,6 +18,7 @@ from clipgrad._check.report import Failure, GradCheckReport
 from clipgrad._check.verdict import told_apart
 from clipgrad._errors import first_line
 from tests.check.check_zoo import PAIRS, custom
+from tests.helpers import array
 
 
 def wrong(name, **options):
@@ -46,7 +47,7 @@ def test_the_first_line_says_what_share_was_not_verified_and_how_many_are_at_kin
     assert made(verified=0, elements=3, at_kinks=3).ok
 
 
-HALF_OF_IT = jnp.asarray([0.0, 0.0, 0.0, 2.0])
+HALF_OF_IT = array([0.0, 0.0, 0.0, 2.0])
 
 
 def half_verified(**options):
@@ -68,11 +69,11 @@ def test_fewer_elements_verified_than_asked_for_are_a_failure():
 def test_what_is_left_when_the_time_is_spent_is_not_verified():
     square = custom(lambda x: x * x, lambda r, g: (2 * r[0] * g,))
     report = cg.check_grads(
-        square, (jnp.ones(3),), mode="full", time_budget=1e-6, raise_on_failure=False
+        square, (array(np.ones(3)),), mode="full", time_budget=1e-6, raise_on_failure=False
     )
     assert report.verified == 0 and not report.ok
     assert "the time budget of 1e-06 s is spent" in str(report)
-    assert cg.check_grads(square, (jnp.ones(3),), time_budget=1e6).verified == 3
+    assert cg.check_grads(square, (array(np.ones(3)),), time_budget=1e6).verified == 3
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,7 @@ def test_the_text_names_check_element_count_and_both_values():
 
 
 def test_the_header_tells_evaluations_seconds_precision_and_devices():
-    report = cg.check_grads(jnp.sin, (jnp.ones(2),))
+    report = cg.check_grads(jnp.sin, (array(np.ones(2)),))
     head = str(report).splitlines()[0]
     expected = (
         f"gradient check passed ({report.evaluations} evaluations, {report.seconds:.2f} s, "
@@ -260,7 +261,7 @@ def test_the_largest_error_by_paddles_rule_is_paddles():
 
 
 def test_the_message_is_the_first_failure_or_what_is_right():
-    report = cg.check_grads(jnp.sin, (jnp.ones(3),))
+    report = cg.check_grads(jnp.sin, (array(np.ones(3)),))
     assert report.message == "the gradient is right: 3 of 3 elements verified"
     report = wrong("missing_factor")
     assert report.message == str(report.failures[0])
@@ -297,7 +298,7 @@ def test_an_error_of_jax_is_shown_whole_and_once():
     def backward(saved, g):
         raise ValueError(f"{LONG}\nand a second line")
 
-    report = cg.check_grads(custom(jnp.sin, backward), (jnp.ones(2),), raise_on_failure=False)
+    report = cg.check_grads(custom(jnp.sin, backward), (array(np.ones(2)),), raise_on_failure=False)
     assert str(report).count("and a second line") == 1 and str(report).count(LONG) == 1
 
 
@@ -305,7 +306,7 @@ def test_an_error_of_jax_is_shown_whole_and_once():
 @pytest.mark.parametrize("value", ["1e-3", [0.1], True])
 def test_a_number_of_another_type_is_refused_by_name(option, value):
     with pytest.raises(ValueError, match=f"^{option}: got .*, expected a "):
-        cg.check_grads(jnp.tanh, (jnp.ones(3),), **{option: value})
+        cg.check_grads(jnp.tanh, (array(np.ones(3)),), **{option: value})
 
 
 @pytest.mark.slow

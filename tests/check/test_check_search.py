@@ -6,10 +6,11 @@ import pytest
 
 import clipgrad as cg
 from tests.check.check_zoo import custom, halved, normal
+from tests.helpers import array
 
 pytestmark = pytest.mark.slow
 
-X = jnp.asarray([0.4, 1.2, 2.5])
+X = array([0.4, 1.2, 2.5])
 
 
 def report(function, *args, **options):
@@ -86,7 +87,7 @@ def relu_with(zero, other=0.0):
 
 ZEROS = np.array(normal(8, 400, dtype=jnp.float32))
 ZEROS[100:300], ZEROS[0] = 0, 0.8
-ZEROS = jnp.asarray(ZEROS)
+ZEROS = array(ZEROS)
 
 
 def test_a_dropped_element_does_not_hide_among_kinks_of_gradient_zero():

@@ -9,8 +9,9 @@ from jax.experimental import pallas as pl
 
 import clipgrad as cg
 from tests.check.check_zoo import custom
+from tests.helpers import array
 
-X = jnp.linspace(-3.0, 3.0, 8) + 0.1
+X = array(np.linspace(-3.0, 3.0, 8) + 0.1)
 
 
 def mantissa(x):

@@ -9,6 +9,7 @@ from jax import lax
 import clipgrad as cg
 from clipgrad._check.tolerances import PRECISIONS
 from tests.check.check_zoo import custom, halved, normal
+from tests.helpers import array
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +18,7 @@ def report(function, *args, **options):
     return cg.check_grads(function, args, points=1, raise_on_failure=False, **options)
 
 
-X3 = jnp.asarray([0.7, 1.1, 1.3])
+X3 = array([0.7, 1.1, 1.3])
 
 
 OFF = {"float64": 1e-6, "float32": 5e-4, "float16": 1e-2, "bfloat16": 5e-2}

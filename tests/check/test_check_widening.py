@@ -11,8 +11,9 @@ from clipgrad._check.checked_function import checked_function
 from clipgrad._check.float64 import AXIS, Unsupported, Wide, held
 from clipgrad._check.witnesses import differentiated, has_rules
 from tests.check.check_zoo import custom
+from tests.helpers import array
 
-X = jnp.asarray([0.3, -1.2, 2.0])
+X = array([0.3, -1.2, 2.0])
 
 
 def wide(function, x=X):
@@ -79,7 +80,7 @@ def test_a_stripped_program_rounds_as_the_function_does():
     stripped = lambda xs: _programs.evaluate(program, xs, _programs.NoRules(jnp.float64))  # noqa: E731
     (value,), pull = jax.vjp(stripped, [X])
     np.testing.assert_array_equal(value, function(X))
-    np.testing.assert_allclose(pull([jnp.ones(3)])[0][0], np.cos(X), rtol=1e-6)
+    np.testing.assert_allclose(pull([array(np.ones(3))])[0][0], np.cos(X), rtol=1e-6)
 
 
 RULES = {

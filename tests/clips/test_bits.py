@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import clipgrad as cg
-from tests.helpers import RELEASED, assert_close, assert_same
+from tests.helpers import RELEASED, array, assert_close, assert_same
 from tests.rows import first_row
 
 pytestmark = [pytest.mark.usefixtures("users_promotion")]
@@ -173,7 +173,7 @@ def test_updates_are_those_of_optax(clip, shapes):
     rng = np.random.default_rng(0)
     for threshold, scale in itertools.product((0.01, 0.37, 0.5), (1e-3, 1.0, 30.0, 1e4)):
         grads, params = (
-            {name: jnp.asarray(rng.normal(size=shape) * size, jnp.float32)
+            {name: array(rng.normal(size=shape) * size)
              for name, shape in shapes.items()}
             for size in (scale, 1.0)
         )  # fmt: skip

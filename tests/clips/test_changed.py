@@ -9,6 +9,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
+from tests.helpers import array
 from tests.rows import first_rows, some_of
 
 GRADS = {
@@ -148,6 +149,6 @@ def test_statistics_by_name_on_devices_count_the_elements_of_all(name):
     run = cg.value_and_grad_with_stats(loss, error_clip={"h": OF_DEVICES[name]})
     spec = jax.sharding.PartitionSpec
     specs = {"in_specs": (spec(), spec("x")), "out_specs": spec()}
-    x = jnp.linspace(-1, 1, 48, dtype=jnp.float32).reshape(16, 3)
-    _, _, stats = jax.jit(jax.shard_map(run, mesh=mesh, **specs))(jnp.ones((3, 2)), x)
+    x = array(np.linspace(-1, 1, 48).reshape(16, 3))
+    _, _, stats = jax.jit(jax.shard_map(run, mesh=mesh, **specs))(array(np.ones((3, 2))), x)
     assert float(stats["h"].size) == 32 and float(stats["h"].fraction) == 1

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 
 import clipgrad as cg
@@ -89,6 +88,8 @@ def trained(tx, state=None, steps=1):
 
 
 def through_orbax(tree, target, folder):
+    import orbax.checkpoint as ocp  # half a second, of the one process that runs this
+
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / "state", tree)
         checkpointer.wait_until_finished()

@@ -90,4 +90,4 @@ def test_adaptive_units_over_devices(axis, spec):
 )
 def test_an_axis_name_that_is_not_mapped_here_is_refused(clip, run):
     with pytest.raises(ValueError, match="axis_name: got 'x', which is not a mapped axis here; ex"):
-        jax.grad(lambda g: jnp.sum(run(clip)(g)))(jnp.ones((8, 2)))
+        jax.grad(lambda g: jnp.sum(run(clip)(g)))(array(np.ones((8, 2))))

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import clipgrad as cg
-from tests.helpers import assert_close, float64
+from tests.helpers import array, assert_close, float64
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "coming_from" / "trainers.md"
 TABLE = PAGE.read_text().split("| code | today | in one line |\n")[1].split("\n\n")[0]
@@ -36,8 +36,8 @@ def after(line, **names):
     return names
 
 
-GRADS = {"enc": {"w": jnp.array([[3.0, 6.0], [2.0, 0.0]])}, "head": {"w": jnp.array([24.0])}}
-PARAMS = {"enc": {"w": jnp.array([[0.5, 1.0], [2.0, 4.0]])}, "head": {"w": jnp.array([0.1])}}
+GRADS = {"enc": {"w": array([[3.0, 6.0], [2.0, 0.0]])}, "head": {"w": array([24.0])}}
+PARAMS = {"enc": {"w": array([[0.5, 1.0], [2.0, 4.0]])}, "head": {"w": array([0.1])}}
 
 
 def scaled(tree, factor):

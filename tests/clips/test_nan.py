@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import clipgrad as cg
-from tests.helpers import RELEASED
+from tests.helpers import RELEASED, array
 from tests.rows import first_row
 
 SHAPE = (128, 128)
@@ -26,7 +26,9 @@ def released(fun, *args):
 
 
 def with_bad(value, at=(0, 0), dtype=jnp.float32):
-    return jnp.full(SHAPE, 0.5, dtype).at[at].set(value)
+    x = np.full(SHAPE, 0.5)
+    x[at] = value
+    return array(x, dtype)
 
 
 @pytest.mark.slow
@@ -91,7 +93,7 @@ def test_a_norm_clip_behind_a_value_clip_makes_the_group_nan(name):
 
 def test_a_threshold_that_is_nan_gives_nan_and_no_gradient_that_is_not_clipped():
     clip = lambda x, limit: cg.ClipByValue(limit)(x)  # noqa: E731
-    assert jnp.isnan(released(clip, with_bad(1.0), jnp.float32(jnp.nan))).all()
+    assert np.isnan(released(clip, with_bad(1.0), np.float32(np.nan))).all()
 
 
 def test_composers_rule_leaves_the_unit_that_holds_it_as_it_is():
@@ -99,7 +101,8 @@ def test_composers_rule_leaves_the_unit_that_holds_it_as_it_is():
         options = {"clipping_type": "adaptive", "clipping_threshold": 0.01}
         return cg.published.apply_gradient_clipping(grads, jnp.full_like(grads, 0.1), **options)
 
-    grads = jnp.full((8192, 2), 0.5).at[7, 0].set(BAD)
-    clipped = released(clip, grads)
+    grads = np.full((8192, 2), 0.5, np.float32)
+    grads[7, 0] = BAD
+    clipped = np.asarray(released(clip, grads))
     np.testing.assert_array_equal(clipped[:, 0], grads[:, 0])
-    assert jnp.linalg.norm(clipped[:, 1]) < 1
+    assert np.linalg.norm(clipped[:, 1]) < 1

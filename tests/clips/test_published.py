@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import clipgrad as cg
+from tests.helpers import array
 from tests.rows import each_value, first_row
 
 
@@ -77,18 +78,18 @@ def test_what_is_not_finite_is_treated_as_composer_does(weights, grads, expected
 
 
 def test_dtypes_and_other_leaves_are_kept():
-    grads = {"b": jnp.ones(2, jnp.bfloat16), "i": jnp.arange(2), "n": None}
-    clipped = clip(grads, {"b": jnp.ones(2), "i": jnp.arange(2), "n": None})
+    grads = {"b": array(np.ones(2), jnp.bfloat16), "i": array(np.arange(2), np.int32), "n": None}
+    clipped = clip(grads, {"b": array(np.ones(2)), "i": array(np.arange(2), np.int32), "n": None})
     assert clipped["b"].dtype == jnp.bfloat16 and clipped["i"] is grads["i"]
 
 
-X = jnp.ones(2)
+X = array(np.ones(2))
 
 
 @pytest.mark.parametrize("error, call, match", [
     (ValueError, lambda: clip(X, kind="agc"), "got 'agc', expected one of norm, value, adaptive"),
     (ValueError, lambda: clip(X), "params: got None, expected .* clipping_type='adaptive'"),
-    (ValueError, lambda: clip({"a": X}, {"a": jnp.ones(3)}), r"params: got \(3,\) for a"),
+    (ValueError, lambda: clip({"a": X}, {"a": array(np.ones(3))}), r"params: got \(3,\) for a"),
     (ValueError, lambda: clip(X, kind="norm", axis=1),
      "axis: got 1 with clipping_type='norm', which has no units; expected axis to be left"),
     (TypeError, lambda: clip(X, X, threshold=lambda step: 1.0),
@@ -119,7 +120,7 @@ def test_the_percentile_of_the_finite_norms(percentile):
 
 
 def test_the_default_is_the_ninetieth():
-    assert cg.published.suggest_threshold(jnp.arange(101.0)) == pytest.approx(90)
+    assert cg.published.suggest_threshold(array(np.arange(101.0))) == pytest.approx(90)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def test_norms_that_are_none_are_refused(norms, percentile, match):
 # Composer's algorithm as a transformation, and its calls as they are written there.
 
 W, G = np.float32([[3, 0.3], [4, 0.4]]), np.float32([[30, -0.1], [40, 0.2]])
-TREE, WEIGHTS = ({"a": jnp.asarray(x), "b": jnp.asarray(x[0])} for x in (G, W))
+TREE, WEIGHTS = ({"a": array(x), "b": array(x[0])} for x in (G, W))
 UNITS = {None: 0, -1: 1, pytorch: 1}  # the axis of a matrix that a unit spans
 
 
@@ -166,12 +167,12 @@ def test_the_transformation_is_the_function_of_one_call(kind, axis):
 def test_the_transformation_trains():
     tx = optax.chain(cg.published.gradient_clipping("adaptive", 0.01), optax.sgd(0.1))
     step = cg.train_step(lambda p, x: jnp.sum((p["w"] @ x) ** 2), tx)
-    state, metrics = step(step.init({"w": jnp.ones((2, 2))}), jnp.ones(2))
+    state, metrics = step(step.init({"w": array(np.ones((2, 2)))}), array(np.ones(2)))
     change = np.abs(np.asarray(state.params["w"]) - 1)
     np.testing.assert_allclose(np.linalg.norm(change, axis=0), 0.001 * 2**0.5, rtol=1e-3)
 
 
-PAIRS = [(jnp.ones(2), jnp.full(2, 9.0)), (jnp.ones(3), jnp.full(3, 9.0))]
+PAIRS = [(array(np.ones(n)), array(np.full(n, 9.0))) for n in (2, 3)]
 COMPOSERS = {
     "positional": (lambda: cg.published.apply_gradient_clipping([W], "norm", 0.1),
                    r'at most 2, \(grads, params\); .*clipping_type="norm", clipping_threshold=0.1'),

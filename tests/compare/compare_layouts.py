@@ -2,10 +2,15 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tests.compare.compare_trainers import AXIS, numbers, placed
+from tests.helpers import array
 
-PARAMS = {"w": numbers(8, 16, seed=30) / 3, "v": numbers(16, 8, seed=31) / 4}
+PARAMS = {
+    "w": array(np.asarray(numbers(8, 16, seed=30)) / 3),
+    "v": array(np.asarray(numbers(16, 8, seed=31)) / 4),
+}
 BATCH = (numbers(16, 8, seed=32), numbers(16, 8, seed=33))
 ARGS = (PARAMS, BATCH)
 

@@ -11,6 +11,8 @@ from jax import named_scope as scope
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from tests.helpers import array
+
 DEVICES = 4
 
 
@@ -21,7 +23,7 @@ class Draw:
         self._rng, self._dtype = np.random.default_rng(3), dtype
 
     def __call__(self, *shape, by=1.0):
-        return jnp.asarray(self._rng.normal(size=shape) * by, self._dtype)
+        return array(self._rng.normal(size=shape) * by, self._dtype)
 
 
 class LossPair(NamedTuple):

@@ -474,7 +474,7 @@ def test_a_call_inside_of_a_transformation_is_told(transform, options):
     calls["args|fun"] = lambda w: inside(lambda w: (jnp.ones(3),), w, lambda v: mean(v * w))
     for name, call in calls.items():
         with pytest.raises(TypeError, match=f"^({name}): got a traced array, float32.* outside of"):
-            transform(call)(jnp.ones((2, 3)) if transform is jax.vmap else jnp.ones(3))
+            transform(call)(array(np.ones((2, 3))) if transform is jax.vmap else array(np.ones(3)))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 
 import clipgrad as cg
+from tests.helpers import array
 from tests.rows import first_row
 
 OTHERS = pytest.mark.slow
@@ -49,9 +50,14 @@ def loss_of(place=None, backward=None, scanned=False):
     return loss
 
 
-PARAMS = {"w": jnp.linspace(-0.5, 0.7, 9).reshape(3, 3)}
-GIVEN = PARAMS, jnp.linspace(-1.0, 1.0, 6).reshape(2, 3), jnp.array([0, 1]), jnp.ones((2, 1, 1))
-K = {"k": jnp.linspace(0.8, 1.1, 3).reshape(1, 3)}
+PARAMS = {"w": array(np.linspace(-0.5, 0.7, 9).reshape(3, 3))}
+GIVEN = (
+    PARAMS,
+    array(np.linspace(-1.0, 1.0, 6).reshape(2, 3)),
+    array([0, 1], np.int32),
+    array(np.ones((2, 1, 1))),
+)
+K = {"k": array(np.linspace(0.8, 1.1, 3).reshape(1, 3))}
 TABLE = [
     pytest.param(*row, marks=() if i == 5 else OTHERS)
     for i, row in enumerate(itertools.product(PLACES, FAULTS, (False, True)))

@@ -10,9 +10,10 @@ import clipgrad as cg
 from clipgrad._compare import recording
 from clipgrad._compare.loss_recording import recorded_loss
 from clipgrad._programs import is_repetitive, opened_scans
+from tests.helpers import array
 
-W = jnp.asarray(np.random.default_rng(0).normal(size=(3, 3)) * 0.5, jnp.float32)
-X = jnp.asarray(np.random.default_rng(1).normal(size=(4, 3)), jnp.float32)
+W = array(np.random.default_rng(0).normal(size=(3, 3)) * 0.5)
+X = array(np.random.default_rng(1).normal(size=(4, 3)))
 STEPS = 40
 COMPILED = "/jax/core/compile/backend_compile_duration"
 

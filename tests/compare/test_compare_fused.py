@@ -52,7 +52,7 @@ def compared(pair, is_first=False):
     one, params, other, others = pair
     if is_first:
         one, params, other, others = other, others, one, params
-    args = jax.tree.map(jnp.asarray, (params, others))
+    args = jax.device_put((params, others))
     return cg.compare(one, other, (args[0], models.X), other_args=(args[1], models.X))
 
 

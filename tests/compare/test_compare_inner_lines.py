@@ -13,9 +13,10 @@ from jax import lax
 
 import clipgrad as cg
 from clipgrad._compare import inner_lines
+from tests.helpers import array
 
-W = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4, 4)) * 0.5, jnp.float32)
-X = jnp.asarray(np.random.default_rng(1).normal(size=(5, 4)), jnp.float32)
+W = array(np.random.default_rng(0).normal(size=(3, 4, 4)) * 0.5)
+X = array(np.random.default_rng(1).normal(size=(5, 4)))
 FAULTS = ("a factor", "a function", "a cast", "a line more", "a rule", "a cut")
 
 

@@ -9,11 +9,12 @@ import clipgrad as cg
 from clipgrad._compare.row_numbers import numbers_of, plain_row
 from clipgrad._compare.wider import NOTHING_LEFT, lost_precision
 from tests.compare.compare_models import with_vjp
+from tests.helpers import array
 from tests.rows import first_row
 
 
 def numbers(*shape, seed, dtype="float32"):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+    return array(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def loss_of(variance):
@@ -40,7 +41,7 @@ careful = loss_of(lambda h: jnp.mean((h - jnp.mean(h, axis=-1, keepdims=True)) *
 def arguments(far, dtype="bfloat16"):
     params = {
         "w": numbers(4, 6, seed=1, dtype=dtype),
-        "far": jnp.full((1, 6), far, dtype),
+        "far": array(np.full((1, 6), far), dtype),
         "scale": numbers(8, seed=2, dtype=dtype),
     }
     return params, numbers(8, 4, seed=3, dtype=dtype)

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import clipgrad as cg
+from tests.helpers import array
 from tests.rows import first_rows
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
@@ -54,7 +55,7 @@ def as_it_is(*saved):
 @pytest.fixture(scope="module")
 def saved():
     """The state after two steps, and the batches that follow."""
-    params = jax.tree.map(lambda x: jnp.asarray(x, "float32"), PARAMS)
+    params = jax.tree.map(lambda x: array(x), PARAMS)
     state = {"params": params, "opt": jax.jit(ADAM.init)(params), "key": jax.random.key(1)}
     state["step"] = jnp.int32(0)
     advance = jax.jit(step)

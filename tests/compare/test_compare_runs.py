@@ -19,7 +19,7 @@ from tests.compare.compare_layouts import ARGS as MLP_ARGS
 from tests.compare.compare_layouts import LAYOUTS, mlp
 from tests.compare.compare_models import with_vjp
 from tests.compare.compare_pairs import EQUAL, PLANTED, Draw
-from tests.helpers import SEED
+from tests.helpers import SEED, array, key_of
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
 
@@ -180,7 +180,12 @@ def test_a_finding_shows_sizes_that_are_apart(folder, right):
     np.testing.assert_allclose(numbers[::2], np.multiply(numbers[1::2], 1.1), rtol=0.01)
 
 
-STEP_ARGS = (ARGS[0], ARGS[1], jax.random.key(3), jnp.arange(3))
+STEP_ARGS = (
+    ARGS[0],
+    ARGS[1],
+    key_of(3),
+    array(np.arange(3), np.int32),
+)
 
 
 def step(params, x, key, count, rate=0.1, ahead=1):
@@ -411,7 +416,7 @@ def test_the_sketch_of_the_host_is_that_of_the_device(dtype):
     x = rng.normal(size=(7, 90)) * np.where(rng.random((7, 90)) < 0.1, 1e9, 1)
     x = x + (1j * x if dtype == "complex64" else 0)
     x[2, 3], x[3, 4], x[4, 5] = np.nan, np.inf, -np.inf
-    x = jnp.asarray(x, dtype)
+    x = array(x, dtype)
     host = np.asarray(x).astype(np.complex128 if dtype == "complex64" else np.float64)
     np.testing.assert_allclose(host_sketch(host), sketch(x), rtol=2e-5, atol=1e-5)
-    assert host_sketch(np.zeros(0)).shape == sketch(jnp.zeros(0)).shape
+    assert host_sketch(np.zeros(0)).shape == sketch(array(np.zeros(0))).shape

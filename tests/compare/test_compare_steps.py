@@ -20,6 +20,7 @@ from tests.compare.compare_trainers import (
     plain_step,
     sharded_step,
 )
+from tests.helpers import array
 
 CORE_FAULTS = ["the key is used again"]
 RIGHT = {f"{name}, {dtype}": functools.partial(make, dtype) for name, make in STEPS.items()
@@ -120,14 +121,14 @@ def test_an_integer_that_rounding_decides_is_not_judged():
     def step(limit):
         return lambda x: x > jnp.float32(limit)
 
-    x = jnp.full((8,), 0.1, jnp.float32)
+    x = array(np.full((8,), 0.1))
     comparison = cg.compare(step(x[0]), step(0.099), (x,), argnums=None)
     assert "rounding decides here" in comparison.notes[0]
     assert not comparison.ok and comparison.findings[0].kind == "not judged"
 
 
 def test_outputs_of_one_version_are_findings_and_those_of_none_are_an_error():
-    x = jnp.ones(3)
+    x = array(np.ones(3))
     comparison = cg.compare(
         lambda x: {"a": x, "b": x}, lambda x: {"a": x, "c": x}, (x,), argnums=None
     )
@@ -161,7 +162,7 @@ def test_a_step_of_python_that_reads_numbers_is_compared_too():
 
 def test_a_number_beside_what_is_none_is_a_finding_and_a_whole_number_is_its_float():
     """The types of an output may differ in kind, with more than one number."""
-    x, whole = jnp.arange(3.0), lambda x: x.astype("int32")
+    x, whole = array(np.arange(3.0)), lambda x: x.astype("int32")
     comparison = cg.compare(whole, lambda x: x, (x,), argnums=None)
     assert comparison.ok and comparison.notes == ("the output: int32 in fun, float32 in other",)
     for other in (lambda x: x + 0.5, lambda x: jax.random.key(0), lambda x: "a"):
@@ -192,7 +193,7 @@ def test_a_factor_that_is_nearly_one_is_not_told():
         and "share" not in str(comparison)
     )
     changed = lambda n: n.at[1].set(7)  # noqa: E731
-    comparison = cg.compare(lambda n: n, changed, (jnp.arange(4),), argnums=None)
+    comparison = cg.compare(lambda n: n, changed, (array(np.arange(4), np.int32),), argnums=None)
     assert "its numbers differ, which are compared exactly" in comparison.findings[0].message
 
 

@@ -14,10 +14,14 @@ from jax import lax
 import clipgrad as cg
 from clipgrad._compare.durations import ROUNDING, RUNS, TRACING, Durations
 from clipgrad._programs import Widen, evaluate
+from tests.helpers import array
 
 OTHERS = pytest.mark.slow
-X = jnp.linspace(0.1, 1.0, 12).reshape(4, 3)
-PARAMS = {"l0": jnp.linspace(-1, 1, 9).reshape(3, 3), "l1": jnp.linspace(-0.5, 1, 9).reshape(3, 3)}
+X = array(np.linspace(0.1, 1.0, 12).reshape(4, 3))
+PARAMS = {
+    "l0": array(np.linspace(-1, 1, 9).reshape(3, 3)),
+    "l1": array(np.linspace(-0.5, 1, 9).reshape(3, 3)),
+}
 
 
 def layers(params, x, dtype="float32", by=1.0, tags=True):
@@ -109,7 +113,7 @@ def test_the_message_is_that_of_the_first_finding_or_says_that_there_is_none():
 )
 def test_texts_differ_as_texts(pair, text):
     versions = [lambda x, s=s: {"n": x, "s": s} for s in pair]
-    assert cg.compare(*versions, (jnp.ones(2),), argnums=None).message == text
+    assert cg.compare(*versions, (array(np.ones(2)),), argnums=None).message == text
 
 
 def undecided(x, wave):
@@ -125,7 +129,7 @@ def test_a_few_outputs_that_rounding_decides_are_notes(others, size, ok):
         return same | {"noise": size * undecided(x, wave)}
 
     pair = [lambda x, wave=wave: step(x, wave) for wave in (jnp.sin, jnp.cos)]
-    comparison = cg.compare(*pair, (jnp.abs(jnp.sin(jnp.arange(1.0, 8.0))),), argnums=None)
+    comparison = cg.compare(*pair, (jnp.abs(jnp.sin(array(np.arange(1.0, 8.0)))),), argnums=None)
     assert comparison.ok is ok, str(comparison)
     assert (
         "noise: rounding decides here, so this is called neither equal nor different"

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from tests.helpers import line_of
+from tests.helpers import array, line_of
 
 X = np.array([0.3, -0.7, 1.1, 0.9], np.float32)
 W = np.array([0.5, -0.3, 0.8, 1.2], np.float32)
@@ -272,4 +272,4 @@ def subject(surrounding, function, w):
         make, loss = MODELS[surrounding](function)
         return loss, (make(jnp.asarray(w)), jnp.asarray(X)), "args[0].layer.w"
     loss = AROUND[surrounding](function)
-    return loss, (jnp.asarray(w), jnp.asarray(X)), "args[0]"
+    return loss, (array(w), array(X)), "args[0]"

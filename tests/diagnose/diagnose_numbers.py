@@ -10,9 +10,9 @@ from tests.helpers import array, line_of
 __all__ = ["HEALTHY", "NOTED", "SICK"]
 
 INF, NAN = jnp.inf, jnp.nan
-NUMBERS = jnp.array([1.0, 0.0, 2.0])
-ONES, PAIR, MATRIX = jnp.ones(3), jnp.array([1.0, 100.0]), jnp.ones((3, 2))
-HALF_BAD = jnp.array([1.0, NAN])
+NUMBERS = array([1.0, 0.0, 2.0])
+ONES, PAIR, MATRIX = array(np.ones(3)), array([1.0, 100.0]), array(np.ones((3, 2)))
+HALF_BAD = array([1.0, NAN])
 BOUND = "bound its argument, as in jnp.exp(jnp.minimum(x, "
 INSIDE = "keep its input inside: jnp.clip(x, jnp.finfo(x.dtype).eps - 1, "
 MASKED = "mask the divisor y: with ok = y != 0, jnp.where(ok, x / jnp.where(ok, y, 1.0), 0.0)"
@@ -27,7 +27,15 @@ FILE = "tests/diagnose/diagnose_numbers.py"
     says=["1 of 2 elements of args[0] are not finite before the loss uses them",
           "earlier one: diagnose its capture or checkpoint (", "clipgrad help my_run_blew_up"],
 )  # fmt: skip
-@sick("value", "argument", jnp.ones(2), MATRIX * NAN, name="data", says="args[1]", never="capture")
+@sick(
+    "value",
+    "argument",
+    array(np.ones(2)),
+    array(np.full((3, 2), NAN)),
+    name="data",
+    says="args[1]",
+    never="capture",
+)
 def parameters(w, x):
     return jnp.sum((x @ w) ** 2)
 
@@ -37,17 +45,17 @@ def leaf_of_an_argument(p):
     return jnp.sum(p["w"] + p["b"])
 
 
-@sick("value", "sub", jnp.ones(2), jnp.full(2, -INF), says="(args[1] contains inf)")
+@sick("value", "sub", array(np.ones(2)), array([-INF, -INF]), says="(args[1] contains inf)")
 def mask_that_is_an_argument(x, mask):
     return jnp.sum(jax.nn.softmax(x + mask) ** 2)  # here
 
 
-@sick("value", None, jnp.ones(2), says="a constant that is not finite")
+@sick("value", None, array(np.ones(2)), says="a constant that is not finite")
 def constant_of_a_where(x):
     return jnp.sum(jnp.where(x > 1, x, -INF))
 
 
-@sick("value", "mul", jnp.ones(1), step=0, says="a constant that is not finite")
+@sick("value", "mul", array(np.ones(1)), step=0, says="a constant that is not finite")
 def constant_of_a_scan(x):
     constant = np.array([np.nan], np.float32)
     return jax.lax.scan(lambda c, _: (c * constant, None), x, None, length=4)[0].sum()
@@ -63,21 +71,21 @@ def value_and_vjp(x):
     return root + log + jnp.sum(jnp.log(jax.lax.stop_gradient(2 * x)))
 
 
-@sick("vjp", "sqrt", jnp.zeros(3), says=["in norm (jax/", "sqrt at 0", f"{FILE}:"])
+@sick("vjp", "sqrt", array(np.zeros(3)), says=["in norm (jax/", "sqrt at 0", f"{FILE}:"])
 def second_use_of_a_function_of_a_library(x):
     first = jnp.linalg.norm(x + 1)
     second = jnp.linalg.norm(x)  # here
     return first + second
 
 
-@sick("vjp", "sqrt", jnp.array([1.0, 0.0, 0.0, 1.0]))
+@sick("vjp", "sqrt", array([1.0, 0.0, 0.0, 1.0]))
 def beside_a_nan_that_is_masked(x):
     norm = jnp.linalg.norm(x[:2] * x[2:])  # here
     root = jnp.sqrt(jnp.where(x > 0, x, 0.0))
     return norm + jnp.sum(jnp.where(x > 0, root, 0.0))
 
 
-@sick("vjp", "sqrt", jnp.zeros((3, 4)), says="sqrt at 0", never="batching")
+@sick("vjp", "sqrt", array(np.zeros((3, 4))), says="sqrt at 0", never="batching")
 def under_vmap(x):
     return jnp.sum(jax.vmap(lambda row: jnp.sum(jnp.sqrt(row)))(x))  # here
 
@@ -136,7 +144,8 @@ def rule_of_the_users(x):
     return jnp.sum(bad_rule(2 * x))  # here
 
 
-@sick("vjp", "bad_tangent", ONES, jnp.ones((3, 1)), step=2, good=(3 * ONES, jnp.ones((3, 1))),
+@sick("vjp", "bad_tangent", ONES, array([[1.0]] * 3), step=2,
+      good=(array([3.0] * 3), array([[1.0]] * 3)),
       says=by_rule_of(rule_of_bad_tangent, "1, 0"))  # fmt: skip
 def rule_of_a_tangent_in_a_scan(x, steps):
     step = lambda total, k: (total + jnp.sum(bad_tangent(2 * k * x)), None)  # noqa: E731
@@ -156,23 +165,27 @@ def angle(x):
     return jnp.arctan2(x, x)  # here
 
 
-@sick("value", "log", jnp.float32(-0.3), others=None, never=["jnp.where", "log_softmax"])
-@sick("value", "log", LOW(-0.3), others=None, never=["jnp.where", "65504"], name="log_in_half")
+@sick("value", "log", array(-0.3), others=None, never=["jnp.where", "log_softmax"])
+@sick(
+    "value", "log", array(-0.3, LOW), others=None, never=["jnp.where", "65504"], name="log_in_half"
+)
 def logarithm_of_a_negative_number(x):
     return jnp.log(x).astype(jnp.float32)  # here
 
 
-@sick("vjp", "eigh", jnp.eye(3), says="two of them are equal: ")
+@sick("vjp", "eigh", array(np.eye(3)), says="two of them are equal: ")
 def equal_eigenvalues(a):
     return jnp.sum(jnp.linalg.eigh(a)[1] * jnp.arange(9.0).reshape(3, 3))  # here
 
 
-@sick("value", None, jnp.ones((2, 2)), says=["solve", "the matrix may be singular"], others=None)
+@sick(
+    "value", None, array(np.ones((2, 2))), says=["solve", "the matrix may be singular"], others=None
+)
 def singular_matrix(a):
     return jnp.linalg.solve(a, jnp.ones(2)).sum()
 
 
-TABLE = {"table": jnp.ones((10, 4)), "scale": jnp.ones((1, 1, 4))}
+TABLE = {"table": array(np.ones((10, 4))), "scale": array(np.ones((1, 1, 4)))}
 
 
 def looked_up(params, ids, keep):
@@ -186,7 +199,7 @@ for _bad, _index in ((10, 10), (-11, -1)):  # a negative one counts from the end
     _texts = f"gather of index {_index} on axis 0 of float32[10, 4]", "correct the indices"
     for _keep, _finding in ((True, ("value", "gather")), (False, ("vjp", "mul"))):
         _line = line_of(looked_up, "# here" if _keep else "jnp.sum")
-        _mask = jnp.asarray((_ids != _bad)[..., None] | _keep)
+        _mask = array((_ids != _bad)[..., None] | _keep, bool)
         sick(*_finding, TABLE, _ids, _mask, says=_texts, line=_line, others=None,
              name=f"index_{_bad}_{_finding[0]}")(looked_up)  # fmt: skip
 
@@ -201,7 +214,8 @@ def attention(params, x, mask, keep):
 
 MASK = np.tril(np.ones((2, 4, 4), bool)) & (np.arange(4) > 0)  # of the first row nothing is left
 sick(
-    "vjp", None, dict(zip("qkv", normal(3, 4, 4), strict=True)), normal(2, 4, 4), MASK,
+    "vjp", None, dict(zip("qkv", map(array, np.asarray(normal(3, 4, 4))), strict=True)),
+    normal(2, 4, 4), MASK,
     MASK.any(-1, keepdims=True), module="attention",
     says=[f"in softmax ({FILE}:{line_of(attention, 'softmax')})", "select a finite mask",
           "a row whose elements are all masked holds only -inf",
@@ -264,12 +278,12 @@ def product_of_a_bad_value(x):
     return jnp.sum(x) * jnp.sum(jnp.log(jax.lax.stop_gradient(x) - 200))  # here
 
 
-@sick("value", "sub", jnp.ones(2), never="turns its inf")
+@sick("value", "sub", array(np.ones(2)), never="turns its inf")
 def mask_by_a_logarithm(x):
     return jax.nn.softmax(x + jnp.log(jnp.zeros(2))).sum()  # here
 
 
-@sick("value", "sub", jnp.ones(2), never="turns its inf")
+@sick("value", "sub", array(np.ones(2)), never="turns its inf")
 def masked_throughout(x):
     return jax.nn.softmax(jnp.where(x > 1e9, x, -INF)).sum()  # here
 
@@ -291,9 +305,9 @@ def hidden_by(name, bounded, dtype):
     def loss(x):
         return jnp.sum(bounded(jnp.exp(x))).astype(jnp.float32)  # here
 
-    x = jnp.array([0.5, 300.0, 1.0], dtype)
+    x = array([0.5, 300.0, 1.0], dtype)
     texts = ["the VJP of exp at 300", BOUND, "since its value is not finite there"]
-    good = (jnp.array([0.5, 2.0, 1.0], dtype),)
+    good = (array([0.5, 2.0, 1.0], dtype),)
     register = sick("vjp", "exp", x, name=f"hidden_by_{name}", says=texts, good=good)
     register(jax.jit(loss) if name in ("where", "division") else loss)
 
@@ -302,17 +316,17 @@ for _row, _dtype in zip(BOUNDED.items(), (jnp.float32, LOW, jnp.bfloat16) * 2, s
     hidden_by(*_row, _dtype)
 
 
-@sick("vjp", "mul", jnp.ones(2), says=f"reads the result of log at -1 ({FILE}:")
+@sick("vjp", "mul", array(np.ones(2)), says=f"reads the result of log at -1 ({FILE}:")
 def read_by_a_vjp(x):
     logs = jnp.log(-x)
     return jnp.sum(jnp.where(x < 0, logs * x, x))  # here
 
 
-DELAYS = {"tau": jnp.float32(0.8), "size": jnp.float32(-2.0)}
+DELAYS = {"tau": array(0.8), "size": array(-2.0)}
 
 
 @sick(
-    "vjp", "mul", DELAYS, jnp.linspace(-4000.0, 500.0, 10), others=None,
+    "vjp", "mul", DELAYS, array(np.linspace(-4000.0, 500.0, 10)), others=None,
     says=["since it reads the result of exp at ", ", which is not finite", BOUND,
           "jnp.where(ok, jnp.exp(jnp.where(ok, x, 0.0)), 0.0)"],
 )  # fmt: skip
@@ -334,7 +348,7 @@ for _operation, _of, _bad, _advice in (
     ("sinh", jnp.sinh, 200.0, BOUND),
 ):
     sick(
-        "vjp", _operation, jnp.array([1.0, _bad]), step=1, name=f"hidden_{_operation}",
+        "vjp", _operation, array([1.0, _bad]), step=1, name=f"hidden_{_operation}",
         says=["since its value is not finite there", _advice],
     )(double_where_in_a_scan(_of, _bad))  # fmt: skip
 
@@ -342,7 +356,7 @@ for _operation, _of, _bad, _advice in (
 # -- Cotangents that overflow.
 
 
-FLAT = jnp.full(3, 1e-3, LOW)
+FLAT = array(np.full(3, 1e-3), LOW)
 
 
 def half_of(says, kind="vjp"):
@@ -381,7 +395,7 @@ def twice(y):
 
 def summed(operation, says="", **expected):
     texts = ["the cotangents of its uses are finite, but their sum is not", says]
-    return sick("sum", operation, jnp.array(0.0), says=texts, **expected)
+    return sick("sum", operation, array(0.0), says=texts, **expected)
 
 
 @summed("argument", "args[0] is used")
@@ -453,7 +467,9 @@ NOT_DIFFERENTIATED = {
     "a_sampler": gamma,
 }
 for _name, _loss in NOT_DIFFERENTIATED.items():
-    sick("vjp", "sqrt", ONES.at[1].set(0.0), ONES, name=f"beside_{_name}", good=(ONES, ONES))(_loss)
+    sick("vjp", "sqrt", array([1.0, 0.0, 1.0]), ONES, name=f"beside_{_name}", good=(ONES, ONES))(
+        _loss
+    )
 
 
 # -- Callbacks that raise, as a check or a solver does.

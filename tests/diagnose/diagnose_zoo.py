@@ -90,8 +90,8 @@ def normal(*shape, seed=0, scale=1.0):
     return array(scale * np.random.default_rng(seed).normal(size=shape))
 
 
-def orthogonal(size, seed=0):
-    return jnp.asarray(np.linalg.qr(np.asarray(normal(size, size, seed=seed)))[0])
+def orthogonal(size, scale=1.0):
+    return array(scale * np.linalg.qr(np.asarray(normal(size, size)))[0])
 
 
 def cross_entropy(logits, labels):
@@ -133,7 +133,7 @@ def mlp_of_equinox():
 
 
 def layers(count, size=8, scale=1.0, seed=0):
-    return [scale * normal(size, size, seed=seed + i) / size**0.5 for i in range(count)]
+    return [normal(size, size, seed=seed + i, scale=scale / size**0.5) for i in range(count)]
 
 
 def stack(activation, count, scale=1.0, size=8, skip=lambda x, y: y):
@@ -166,7 +166,7 @@ def recurrent(radius, steps=50, activation=lambda x: x, last=True, size=8):
         h, every = jax.lax.scan(step, jnp.zeros(size), x)
         return jnp.sum(h if last else every)
 
-    params = {"rec": radius * orthogonal(size), "in": normal(3, size, seed=1)}
+    params = {"rec": orthogonal(size, radius), "in": normal(3, size, seed=1)}
     return loss, (params, normal(steps, 3, seed=2, scale=0.1))
 
 
@@ -235,7 +235,7 @@ def over_layers(layer, count):
     def loss(weights, x):
         return jnp.mean(jax.lax.scan(lambda h, w: (layer(h, w), None), x, weights)[0] ** 2)
 
-    return loss, (jnp.stack(layers(count)), normal(4, 8))
+    return loss, (array(layers(count)), normal(4, 8))
 
 
 def squares(x):
@@ -263,7 +263,7 @@ HEALTHY = {
     "fitted_softmax_of_a_float16_model": lambda: fitted(20, LOW, of_probabilities),
     "softmax_in_float16_whose_rest_is_one_rounding": lambda: fitted(17, LOW, cross_entropy),
     "masked_attention": lambda: (
-        masked_attention, (normal(4, 4), normal(5, 4), jnp.tril(jnp.ones((5, 5), bool)))
+        masked_attention, (normal(4, 4), normal(5, 4), array(np.tril(np.ones((5, 5))), bool))
     ),
     "recurrent_net_with_a_loss_at_each_step": lambda: recurrent(0.5, last=False),
     "recurrent_net_of_radius_1": lambda: recurrent(1.0),
@@ -304,12 +304,12 @@ NOTED = {
 
 
 def multiplied(factor, steps):
-    return scanned(lambda w, h, x: w * h + x, jnp.zeros(3), jnp.float32(factor), normal(steps, 3))
+    return scanned(lambda w, h, x: w * h + x, array(np.zeros(3)), array(factor), normal(steps, 3))
 
 
 def forgotten(factor, steps):
     decay = lambda h, _: (factor * h, None)  # noqa: E731
-    return lambda h: jnp.sum(jax.lax.scan(decay, h, length=steps)[0]), (jnp.ones(3),)
+    return lambda h: jnp.sum(jax.lax.scan(decay, h, length=steps)[0]), (array(np.ones(3)),)
 
 
 def net_of_one_array(weights, x):
@@ -353,7 +353,7 @@ for _name, (_loss, _args), _kind, _expected in [
     ("start_that_is_forgotten_slowly", forgotten(0.7, 220), "shrinks", near(0.7)),
     ("deep_sigmoid_net", stack(jax.nn.sigmoid, 12), "shrinks", {}),
     ("deep_sigmoid_net_of_one_array",
-     (net_of_one_array, (jnp.stack(layers(12)), normal(4, 8, seed=99))), "shrinks", {}),
+     (net_of_one_array, (array(layers(12)), normal(4, 8, seed=99))), "shrinks", {}),
     ("scanned_layers_that_vanish", over_layers(lambda h, w: jax.nn.sigmoid(h @ w), 20),
      "shrinks", {}),
 ]:  # fmt: skip
@@ -373,8 +373,8 @@ def growth_that_overflows(w, x):
     return jnp.sum(jax.lax.scan(lambda h, x: (h @ w + x, None), jnp.zeros(16), x)[0])
 
 
-@sick("grows", None, jnp.array(5.0), jnp.zeros((8, 10)), says="at each of the 8 steps of the scan,",
-      **near(5))  # fmt: skip
+@sick("grows", None, array(5), array(np.zeros((8, 10))),
+      says="at each of the 8 steps of the scan,", **near(5))  # fmt: skip
 def growth_between_the_scans_inside(w, x):
     def outer(h, x):
         return jax.lax.scan(lambda h, x: (h + x, None), w * h, x)[0], None
@@ -398,7 +398,7 @@ def growth_inside_of_a_step(w, x):
     return jnp.sum(jax.lax.scan(step, jnp.zeros(4), x)[0])  # here
 
 
-@sick("grows", None, jnp.full((3,), 1e-6), says="parts of the model")
+@sick("grows", None, array([1e-6] * 3), says="parts of the model")
 def growing_expression(x):
     for scale in (3.0, 4.0, 5.0, 2.0, 3.0, 6.0, 4.0, 3.0, 5.0):
         x = jnp.sin(x) * scale
@@ -423,7 +423,7 @@ def small_steps(w, x):
     return 0.1 * jnp.mean(h.astype(jnp.float32))
 
 
-@sick("underflow", None, jnp.ones(64, LOW), others=None)
+@sick("underflow", None, array(np.ones(64), LOW), others=None)
 def small_mean(x):
     return jnp.mean((x * 2).astype(jnp.float32)) * 1e-6
 
@@ -455,5 +455,5 @@ def small_behind(layer):
 
 
 for _name, _layer in BEHIND.items():
-    _x = jnp.array([-1.0, 1.0, 2.0, 2.5], LOW)
+    _x = array([-1.0, 1.0, 2.0, 2.5], LOW)
     sick("underflow", None, _x, name=f"underflow_behind_{_name}", others=None)(small_behind(_layer))

@@ -6,9 +6,11 @@ that fix, where `f` in the fix is the function of the program.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import clipgrad as cg
+from tests.helpers import array
 from tests.rows import crossed, first_row
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
@@ -60,7 +62,7 @@ def cured(program, fix):
 
 
 def loss_of(program, function):
-    names = {"jnp": jnp, "jax": jax, "f": function, "mask": jnp.zeros(2, bool)}
+    names = {"jnp": jnp, "jax": jax, "f": function, "mask": array(np.zeros(2), bool)}
     return lambda x: jnp.sum(eval(program, names | {"x": x}) * jnp.asarray([0.5, 0.25], x.dtype))
 
 
@@ -72,7 +74,7 @@ DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_finding_has_the_fix(name, dtype):
     program, function, at, fix = PROGRAMS[name]
-    diagnosis = cg.diagnose(loss_of(program, function), (jnp.array(at, dtype),))
+    diagnosis = cg.diagnose(loss_of(program, function), (array(at, dtype),))
     assert fix in diagnosis.findings[0].message
 
 

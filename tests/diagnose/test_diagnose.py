@@ -16,6 +16,7 @@ import clipgrad as cg
 from clipgrad._demo import TASKS
 from clipgrad._diagnose import advice
 from tests.diagnose.diagnose_zoo import kinds
+from tests.helpers import array
 from tests.pages import DOCS, PROGRAM, rows
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
@@ -121,7 +122,7 @@ def test_the_loss_is_traced_once_and_its_arguments_stay():
         traced.append(x)
         return jnp.sqrt(x).sum()
 
-    x = jnp.zeros(3)
+    x = array(np.zeros(3))
     assert not cg.diagnose(loss, (x,)).ok
     assert len(traced) == 1
     assert (x == 0).all()
@@ -139,7 +140,7 @@ def test_rows_have_the_cotangents_by_step():
         with jax.named_scope("rnn"):
             return jnp.sum(jax.lax.scan(lambda h, x: (w * h + x, h), 0.0, x)[0])
 
-    rows = cg.diagnose(loss, (2.0, jnp.ones(4))).rows
+    rows = cg.diagnose(loss, (2.0, array(np.ones(4)))).rows
     (row,) = [row for row in rows if row.operation == "scan"]
     np.testing.assert_allclose(row.norm, [16, 8, 4, 2])
     assert row.module == "rnn" and row.scans == (4,) and row.dtype == "float32" and row.shape == ()
@@ -150,7 +151,7 @@ def test_rows_have_the_cotangents_by_step():
 @pytest.mark.parametrize("count", [2, 2**11])  # which is summed up in the program
 def test_rows_have_the_zeros_of_small_and_of_large_cotangents(count):
     factors = np.repeat(np.float32([-2, 0, 1, 3]), count)
-    rows = cg.diagnose(lambda x: jnp.sum(jnp.sin(x) * factors), (jnp.zeros(4 * count),)).rows
+    rows = cg.diagnose(lambda x: jnp.sum(jnp.sin(x) * factors), (array(np.zeros(4 * count)),)).rows
     sine = next(row for row in rows if row.operation == "sin")
     assert (sine.zeros, sine.largest, sine.nonfinite) == (0.25, 3, 0)
     np.testing.assert_allclose(sine.norm, np.linalg.norm(factors), rtol=1e-5)
@@ -158,7 +159,7 @@ def test_rows_have_the_zeros_of_small_and_of_large_cotangents(count):
 
 def test_huge_and_tiny_cotangents_have_a_norm():
     for factor in (1e30, 1e-30):
-        diagnosis = cg.diagnose(lambda x, f=factor: jnp.sum(jnp.sin(x) * f), (jnp.zeros(4),))
+        diagnosis = cg.diagnose(lambda x, f=factor: jnp.sum(jnp.sin(x) * f), (array(np.zeros(4)),))
         sine = next(row for row in diagnosis.rows if row.operation == "sin")
         np.testing.assert_allclose(sine.norm, 2 * factor, rtol=1e-5)
 
@@ -189,13 +190,25 @@ def test_the_growth_of_the_character_rnn_is_found():
         (cg.ErrorClipByValue(max=1.0), (1.0,), {}, TypeError, "^fun: got the rule ClipByValue"),
         (jnp.sum, [1.0], {}, TypeError, r"^args: got list, expected a tuple; write \(a,\)"),
         (jnp.sum, (1.0,), {"kwargs": [1]}, TypeError, "^kwargs: got list, expected a mapping"),
-        (jnp.sin, (jnp.ones(2),), {}, ValueError, r"^fun: got float32\[2\].*write its mean or sum"),
+        (
+            jnp.sin,
+            (array(np.ones(2)),),
+            {},
+            ValueError,
+            r"^fun: got float32\[2\].*write its mean or sum",
+        ),
         (lambda x: (x, x), (1.0,), {}, ValueError, "^fun: got a tuple.*has_aux=True"),
         (lambda x: x, (1.0,), {"has_aux": True}, ValueError, r"^fun: got float32.*leave has_aux"),
         (lambda x: 1.0, (1.0,), {}, ValueError, "^fun: got float .*computed from the arg"),
         (jnp.sum, (1.0,), {"argnums": 1}, ValueError, "^argnums: got 1 for 1 arguments"),
         (jnp.sum, (1.0,), {"argnums": ()}, ValueError, r"^argnums: got \(\), expected at least"),
-        (lambda x: jnp.sum(x) * 1.0, (jnp.arange(3),), {}, ValueError, r"got int32\[3\] in args"),
+        (
+            lambda x: jnp.sum(x) * 1.0,
+            (array(np.arange(3), np.int32),),
+            {},
+            ValueError,
+            r"got int32\[3\] in args",
+        ),
         (lambda x: 1.0 * x, (1,), {}, ValueError, r"^args: got int in args\[0\], expected float"),
         (lambda x: 1j * x, (1.0,), {}, ValueError, r"^fun: got complex64\[\]"),
     ],
@@ -206,7 +219,7 @@ def test_bad_input_is_refused_clearly(fun, args, options, error, match):
 
 
 def test_a_function_that_changes_a_reference_is_refused():
-    ref = jax.new_ref(jnp.zeros(()))
+    ref = jax.new_ref(array(np.zeros(())))
 
     def loss(x):
         ref[...] = x
@@ -268,7 +281,7 @@ def test_the_picture_marks_the_finding(tmp_path):
 
 
 def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch):
-    diagnosis = cg.diagnose(jnp.sum, (jnp.ones(3),))
+    diagnosis = cg.diagnose(jnp.sum, (array(np.ones(3)),))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="plot needs matplotlib; install it with"):
         diagnosis.plot()
@@ -318,14 +331,14 @@ class Held:
 
 @pytest.mark.slow
 def test_nothing_of_a_users_is_kept_alive():
-    held, array = Held(), np.full(2**15, 2.0, np.float32)
-    references = weakref.ref(held), weakref.ref(array)
+    held, factor = Held(), np.full(2**15, 2.0, np.float32)
+    references = weakref.ref(held), weakref.ref(factor)
 
-    def loss(w, held=held, array=array):
+    def loss(w, held=held, factor=factor):
         called = jax.pure_callback(lambda x: (held, x)[1], jax.typeof(w), jax.lax.stop_gradient(w))
-        return jnp.sum(w * called) + jnp.sum(w[0] * array)
+        return jnp.sum(w * called) + jnp.sum(w[0] * factor)
 
     assert cg.diagnose(loss, (W,)).ok
-    del loss, held, array
+    del loss, held, factor
     gc.collect()
     assert [reference() for reference in references] == [None, None]

@@ -9,9 +9,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
+from tests.helpers import array
 from tests.rows import first_row, some_of
 
-W = {"w": jnp.array([1.0, 2.0])}
+W = {"w": array([1.0, 2.0])}
 
 
 def roots(params, batch):
@@ -78,7 +79,7 @@ def test_a_loss_that_needs_whole_batches_gets_copies_of_one_example():
 @pytest.mark.parametrize("args, which, match", [
     ((W, batch()), "bach", "examples: got 'bach', expected the name or the position .*batch"),
     ((W, batch()), 2, "examples: got 2, expected the name"),
-    ((W, {"x": np.ones((8, 2), np.float32), "scale": jnp.float32(1.0)}), 1,
+    ((W, {"x": np.ones((8, 2), np.float32), "scale": array(1.0)}), 1,
      r"examples: got \(\), \(8, 2\) in args\[1\], expected one leading axis for all"),
   ((W, batch(), np.ones(7)), (1, 2),
    r"examples: got \(8,\), \(8, 2\) in args\[1\] and \(7,\) in args\[2\], expected one leading"),
@@ -109,7 +110,7 @@ def inputs(size, dtype=np.float32, **bad):
 @first_row
 @pytest.mark.parametrize("size, dtype", [(2, np.float32), (5, jnp.bfloat16), (8, np.float32)])
 def test_labels_beside_the_batch_are_cut_with_it(size, dtype):
-    params = {"w": jnp.array([1.0, 0.5], dtype)}
+    params = {"w": array([1.0, 0.5], dtype)}
     loss = jax.jit(squares) if size == 5 else squares
     for bad in ({"label": size - 1}, {"wrong": size - 1}) if size > 2 else ({"label": 1},):
         x, y = inputs(size, dtype, **bad)
@@ -153,7 +154,7 @@ def test_examples_without_a_gradient_are_no_measure_of_the_others(far):
     x = -np.ones((8, 2), np.float32)
     x[3:6] = 1e-6
     x[5] = 1.0 if far else 1e-6
-    diagnosis = cg.diagnose(hinge, (jnp.ones(2), x), examples="x")
+    diagnosis = cg.diagnose(hinge, (array(np.ones(2)), x), examples="x")
     assert [example.index for example in diagnosis.examples] == [5] * far
 
 

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import clipgrad as cg
 from tests.diagnose.diagnose_zoo import kinds
-from tests.helpers import line_of
+from tests.helpers import array, line_of
 from tests.rows import crossed, first_row, some_of
 
 # Each program differs in kind, so that each runs by default.
@@ -144,7 +144,7 @@ def first_layers(ws, x, some=8):
     lambda ws, x: jax.checkpoint(jax.jit(first_layers))(ws, x),
 ], ids=["cond", "switch", "checkpoint"])  # fmt: skip
 def test_layers_in_a_branch_are_a_depth(deep):
-    args = [40.0 * jnp.eye(4)] * 8, jnp.full((3, 4), 1e-3)
+    args = [array(40 * np.eye(4))] * 8, array(np.full((3, 4), 1e-3))
     diagnosis = cg.diagnose(lambda ws, x: jnp.sum(deep(ws, x)), args)
     assert kinds(diagnosis) == ["grows"] and "each of the 8 modules" in diagnosis.message
 
@@ -177,14 +177,14 @@ def test_a_mapped_loop_is_evaluated_again_by_name():
         return mapped_loop(checkpoint_name(x, "x"))
 
     clipped = cg.error_clip_by_name(loss, {"x": cg.ErrorClipByValue(max=5.0)})
-    x = jnp.array([0.0, 1.0])
+    x = array([0.0, 1.0])
     value, grad = jax.value_and_grad(clipped)(x)
     assert value == loss(x) and grad.tolist() == [5.0, 5.0] != jax.grad(loss)(x).tolist()
 
 
 @pytest.mark.parametrize("sick", [True, False])
 def test_settings_of_jax_are_off_inside_and_come_back(sick):
-    ones = jnp.ones(3)
+    ones = array(np.ones(3))
 
     def loss(x):
         if not sick:
@@ -237,8 +237,9 @@ def pixels_on_devices(w, x):
 @pytest.mark.parametrize("bad", [jnp.inf, jnp.nan, -1.0])
 @pytest.mark.parametrize("loss", [pixels, logs_of_pixels, pixels_in_a_scan, pixels_on_devices])
 def test_data_that_are_not_finite_are_the_finding_although_the_loss_is(loss, bad):
-    x = jnp.ones((8, 4)).at[3, 1].set(bad)
-    diagnosis = cg.diagnose(loss, (jnp.ones((4, 3)), x))
+    x = np.ones((8, 4), np.float32)
+    x[3, 1] = bad
+    diagnosis = cg.diagnose(loss, (array(np.ones((4, 3))), array(x)))
     if bad == -1 and loss is not logs_of_pixels:
         assert diagnosis.ok
         return
@@ -345,4 +346,4 @@ def test_calls_of_the_host_are_side_effects_wherever_they_are(loss):
         with pytest.raises(
             ValueError, match=r"^fun: got a function with side effects \(io_callback\)"
         ):
-            run(loss, (jnp.ones(8),))
+            run(loss, (array(np.ones(8)),))

@@ -7,7 +7,7 @@ import pytest
 
 import clipgrad as cg
 from tests.diagnose.diagnose_numbers import FINE, SINGULAR, solve, solver
-from tests.helpers import line_of
+from tests.helpers import array, line_of
 
 
 def logs(a):
@@ -17,7 +17,9 @@ def logs(a):
 
 @pytest.mark.parametrize("bad, operation", [(-1.0, "log"), (np.nan, "argument")])
 def test_where_what_is_not_finite_is_from_comes_before_the_check_that_raises(bad, operation):
-    report = cg.diagnose(logs, (FINE.at[1, 0, 0].set(bad) + 1e-3,))
+    matrices = np.asarray(FINE) + 1e-3
+    matrices[1, 0, 0] = bad
+    report = cg.diagnose(logs, (array(matrices),))
     assert [(f.kind, f.operation) for f in report.findings[:1]] == [("value", operation)]
     assert "pure_callback raises SolverError" in report.notes[-1]
 

@@ -14,9 +14,11 @@ import traceback
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import clipgrad as cg
+from tests.helpers import array
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
 
@@ -31,25 +33,25 @@ def report(issue, *args):
     return register
 
 
-@report("jax-ml/jax#347", jnp.array([[1.0, 2.0], [3.0, 4.0], [0.0, 0.0]]))
+@report("jax-ml/jax#347", array([[1.0, 2.0], [3.0, 4.0], [0.0, 0.0]]))
 def distances_beyond_a_half(x):
     distance = jnp.sqrt(jnp.sum(x**2, axis=1))  # here
     return jnp.sum(jnp.where(distance > 0.5, distance, 1.0))
 
 
-@report("jax-ml/jax#669", jnp.eye(3) + jnp.diag(jnp.array([0.0, 1e-9, -1e-9])))
+@report("jax-ml/jax#669", array(np.diag([1, 1 + 1e-9, 1 - 1e-9])))
 def eigenvectors_of_nearly_the_identity(x):
     _, vectors = jnp.linalg.eigh(x)  # here
     return jnp.sum(vectors)
 
 
-@report("jax-ml/jax#1052", jnp.array([3.0, 0.0, -5.0]))
+@report("jax-ml/jax#1052", array([3.0, 0.0, -5.0]))
 def angles_but_the_middle_one(a):
     angle = jnp.arctan2(a, a)  # here
     return jnp.sum(jnp.where(jnp.array([False, True, False]), 0.0, angle))
 
 
-@report("jax-ml/jax#2311", jnp.eye(3))
+@report("jax-ml/jax#2311", array(np.eye(3)))
 def singular_vectors_of_equal_values(x):
     u, _, v = jnp.linalg.svd(x)  # here
     return jnp.sum(u) + jnp.sum(v * jnp.arange(3.0))
@@ -61,12 +63,12 @@ def norm_of_nothing(w):
     return (size - 1.0) ** 2
 
 
-@report("jax-ml/jax#4177", jnp.zeros(2))
+@report("jax-ml/jax#4177", array(np.zeros(2)))
 def squared_norm(x):
     return jnp.linalg.norm(x) ** 2  # here
 
 
-@report("jax-ml/jax#4646", jnp.diag(jnp.array([4.0, 1.0, 1.0])))
+@report("jax-ml/jax#4646", array(np.diag([4.0, 1.0, 1.0])))
 def one_element_of_an_eigenvector(m):
     vectors = jnp.linalg.eigh(m)[1]  # here
     return vectors[0, 2]
@@ -85,17 +87,17 @@ def quotients_without_infinities(x):
     return jnp.sum(jnp.nan_to_num(quotient, posinf=0.0))
 
 
-@report("jax-ml/jax#9040", jnp.arange(5.0).at[0].set(jnp.nan))  # here: the argument
+@report("jax-ml/jax#9040", array([jnp.nan, 1, 2, 3, 4]))  # here: the argument
 def mean_of_squares_without_nan(x):
     return jnp.nanmean(x**2)  # here
 
 
-@report("jax-ml/jax#11716", jnp.array([1.0, 1.0]))
+@report("jax-ml/jax#11716", array([1.0, 1.0]))
 def deviation_of_equal_numbers(x):
     return jnp.std(x)  # here
 
 
-@report("jax-ml/jax#15798", jnp.zeros(4))
+@report("jax-ml/jax#15798", array(np.zeros(4)))
 def angle_of_equal_distributions(logits):
     p = jnp.sqrt(jax.nn.softmax(logits))
     return jnp.arccos(jnp.vdot(p, jnp.full(4, 0.5)))  # here
@@ -106,12 +108,12 @@ def squared_norm_of_a_number(x):
     return jnp.linalg.norm(x) ** 2  # here
 
 
-@report("jax-ml/jax#29152", jnp.array([6.0, 7.0, 8.0]))
+@report("jax-ml/jax#29152", array([6.0, 7.0, 8.0]))
 def logarithms_of_cosines(x):
     return jnp.sum(x * jnp.log(jnp.cos(x)))  # here
 
 
-@report("google-deepmind/dm-haiku#442", {"w": jnp.array([[0.5, -1.0], [2.0, 1.0]])})
+@report("google-deepmind/dm-haiku#442", {"w": array([[0.5, -1.0], [2.0, 1.0]])})
 def distance_to_chosen_classes(params):
     logits = jnp.array([[1.0, 2.0], [3.0, -1.0], [0.5, 0.5]]) @ params["w"]
     chosen = jnp.argmax(logits, axis=1)  # here

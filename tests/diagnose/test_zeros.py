@@ -21,6 +21,7 @@ from clipgrad._programs import kinds
 from tests.diagnose import zero_cuts
 from tests.diagnose.cut_losses import CUTS as MORE_CUTS
 from tests.diagnose.zero_cuts import CUTS, HEALTHY, NOTED, SILENT, X
+from tests.helpers import array
 from tests.rows import first_row, some_of
 
 
@@ -32,7 +33,7 @@ def diagnosed(programs):
     """One diagnosis of the sum of some programs, as users write them, and of one that trains."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         loss, params = zero_cuts.merged([*programs, (trained, {"w": X})])
-        return cg.diagnose(loss, (params, jnp.asarray(X)))
+        return cg.diagnose(loss, (params, array(X)))
 
 
 def lines_and_notes(cut, diagnosis):
@@ -230,7 +231,7 @@ def test_statistics_of_a_name_say_whether_its_cotangent_is_exactly_zero():
     _, _, stats = jax.jit(cg.value_and_grad_with_stats(loss))(1.0)
     zeros = {name: float(tagged.all_zero) for name, tagged in stats.items()}
     assert zeros == dict.fromkeys(cotangents, 0.0) | {"none": 1.0}
-    narrow = cg.types.ClipStats.of(*[jnp.array([2.0**-24, 0], jnp.float16)] * 2)
+    narrow = cg.types.ClipStats.of(*[array([2.0**-24, 0], jnp.float16)] * 2)
     assert narrow.all_zero == 0 and cg.scalars({"h": stats["none"]})["h/all_zero"] == 1
 
 
@@ -238,7 +239,7 @@ def rounded_gate(params, x):
     return jnp.sum(jnp.round(params["gate"]) * x) + jnp.sum((params["w"] - x) ** 2)
 
 
-GATED = {"gate": jnp.ones(4), "w": jnp.zeros(4)}
+GATED = {"gate": array(np.ones(4)), "w": array(np.zeros(4))}
 
 
 def steps(optimizer, **options):

@@ -15,13 +15,13 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from tests.helpers import line_of
+from tests.helpers import key_of, line_of
 
 X = np.array([0.3, -0.7, 1.1, 0.9], np.float32)
 W = np.array([0.5, -0.3, 0.8, 1.2], np.float32)
 NONE = np.zeros(4, np.float32)
 MATRIX = np.linspace(-1, 1, 16, dtype=np.float32).reshape(4, 4)
-KEY = jax.random.key(0)
+KEY = key_of(0)
 NOTED = {"stop_gradient", "unused", "trains later", "stationary", "constant zeros", "random"}
 
 

@@ -3,8 +3,11 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-X = jax.random.normal(jax.random.key(1), (2, 5, 8))
+from tests.helpers import array
+
+X = array(np.random.default_rng(1).normal(size=(2, 5, 8)))
 
 
 class Block(nn.Module):

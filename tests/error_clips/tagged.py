@@ -8,14 +8,16 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, PartitionSpec
 
 import clipgrad as cg
+from tests.helpers import array
 
-X = jnp.linspace(-1.0, 2.0, 12).reshape(4, 3)
-W = jnp.linspace(-1.0, 1.0, 9).reshape(3, 3)
+X = array(np.linspace(-1.0, 2.0, 12).reshape(4, 3))
+W = array(np.linspace(-1.0, 1.0, 9).reshape(3, 3))
 POLICIES = {
     "nothing": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_saveable,

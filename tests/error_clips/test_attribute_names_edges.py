@@ -15,10 +15,11 @@ from flax import nnx
 from jax.extend import source_info_util
 
 import clipgrad as cg
+from tests.helpers import array, key_of
 
 pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.slow]
-X = jnp.linspace(-1.0, 1.0, 6)
-KEY = jax.random.key(0)
+X = array(np.linspace(-1.0, 1.0, 6))
+KEY = key_of(0)
 
 
 def linear():

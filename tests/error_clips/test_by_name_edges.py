@@ -9,10 +9,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
-from tests.helpers import assert_close
+from tests.helpers import array, assert_close
 from tests.rows import first_row
 
-X = jnp.array([0.5, 1.0, 2.0])
+X = array([0.5, 1.0, 2.0])
 RULE = cg.ErrorClipByValue(0.1)
 
 

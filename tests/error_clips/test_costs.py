@@ -2,17 +2,18 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
-from tests.helpers import RELEASED
+from tests.helpers import RELEASED, array
 from tests.rows import first_row, some_of
 
-W = jnp.full((64, 64), 0.1)
-X = jnp.full((32, 64), 0.1)
+W = array(np.full((64, 64), 0.1))
+X = array(np.full((32, 64), 0.1))
 # XLA computes a small matrix product again for each of its uses, instead of reading it.
-LARGE = jnp.full((128, 256), 0.1)
+LARGE = array(np.full((128, 256), 0.1))
 
 
 def mlp(w, x, clip):
@@ -81,7 +82,7 @@ def tagged(model):
 
 
 def weights(model):
-    return jnp.full((256, 256), 0.1) if model == "mlp" else W
+    return array(np.full((256, 256), 0.1)) if model == "mlp" else W
 
 
 def compiled_watch(model, use):

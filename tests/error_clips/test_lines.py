@@ -17,12 +17,12 @@ from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
 from clipgrad import _names
-from tests.helpers import assert_close
+from tests.helpers import array, assert_close
 from tests.rows import some_of
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "names.md"
 FILE = "test_lines.py"
-W, XS = jnp.array(1.5), jnp.array([0.5, -1.0, 2.0])
+W, XS = array(1.5), array([0.5, -1.0, 2.0])
 RULE = cg.ErrorClipByValue(0.1)
 
 

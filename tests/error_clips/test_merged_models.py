@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import clipgrad as cg
+from tests.helpers import array
 
 nnx = pytest.importorskip("flax.nnx")
 
-X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
+X = array(np.linspace(-1.0, 1.0, 6).reshape(2, 3))
 RULES = {"first": cg.ErrorClipByValue(1e-3)}
 
 

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import clipgrad as cg
 from tests.error_clips.tagged import W, X
+from tests.helpers import array
 from tests.rows import first_row
 
 RULE = cg.ErrorClipByValue(max=0.05)
@@ -257,7 +258,7 @@ def tagged_like_a_module(x):
 def test_a_tag_wins_over_a_module_of_its_name():
     stats = cg.value_and_grad_with_stats(tagged_like_a_module, watch=["net"])(1.0)[2]
     assert stats["net"].norm == 30.0
-    names_there = cg.list_names(tagged_like_a_module, (jnp.ones(2),))
+    names_there = cg.list_names(tagged_like_a_module, (array(np.ones(2)),))
     assert [(n.name, n.kind, n.sites) for n in names_there] == [
         ("net", "tag", 1),
         ("other", "tag", 1),
@@ -318,10 +319,10 @@ def with_a_dead_end(x):
 )
 def test_what_cannot_be_clipped_is_an_error(loss, name, error, match):
     with pytest.raises(error, match=match):
-        cg.error_clip_by_name(loss, {name: RULE})(jnp.arange(3.0))
+        cg.error_clip_by_name(loss, {name: RULE})(array(np.arange(3.0)))
     with pytest.raises(error, match=match):
-        cg.value_and_grad_with_stats(loss, watch=[name])(jnp.arange(3.0))
-    listed = cg.list_names(loss, (jnp.arange(3.0),))
+        cg.value_and_grad_with_stats(loss, watch=[name])(array(np.arange(3.0)))
+    listed = cg.list_names(loss, (array(np.arange(3.0)),))
     assert name not in {n.name for n in listed if n.cotangent}
 
 
@@ -354,7 +355,7 @@ def on_a_stopped_gradient(x, data):
 @first_row
 @pytest.mark.parametrize(
     ("loss", "data"),
-    [(on_data_in_a_scan, jnp.ones((3, 2))), (on_a_stopped_gradient, jnp.ones(2))],
+    [(on_data_in_a_scan, array(np.ones((3, 2)))), (on_a_stopped_gradient, array(np.ones(2)))],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_value_that_does_not_depend_on_what_is_differentiated_is_left_alone(loss, data):
@@ -377,7 +378,7 @@ def test_state_that_a_scan_carries_becomes_active_on_the_way():
 
         return lax.scan(body, (data, data, data), None, length=4)[0][2].sum()
 
-    stats = cg.value_and_grad_with_stats(loss)(jnp.ones(2), jnp.ones(2))[2]
+    stats = cg.value_and_grad_with_stats(loss)(array(np.ones(2)), array(np.ones(2)))[2]
     np.testing.assert_array_equal(stats["cell"].size, [4, 4, 4, 4])
     np.testing.assert_array_equal(stats["cell"].norm > 0, [False, False, True, True])
 
@@ -394,4 +395,4 @@ def test_a_scope_that_is_called_like_a_transformation_is_none_whatever_came_firs
 
     order = [(scoped, 1), (transformed, 0)]
     for fun, count in order if first == "scope" else order[::-1]:
-        assert len(cg.list_names(fun, (jnp.ones(3),))) == count
+        assert len(cg.list_names(fun, (array(np.ones(3)),))) == count

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -11,12 +12,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
-from tests.helpers import assert_close, assert_same
+from tests.helpers import array, assert_close, assert_same
 from tests.rows import each_value, in_turn
 
 pytestmark = pytest.mark.slow
 
-X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
+X = array(np.linspace(-1.0, 1.0, 12).reshape(4, 3))
 RULES = {"h": cg.ErrorClipByValue(1e9)}
 TRANSFORMED = {
     "by name": functools.partial(cg.error_clip_by_name, rules=RULES),

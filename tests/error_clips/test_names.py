@@ -10,8 +10,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
+from tests.helpers import array
 
-X = jnp.ones((2, 3))
+X = array(np.ones((2, 3)))
 
 
 def model(x, scale=1.0):

@@ -12,10 +12,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
-from tests.helpers import assert_close
+from tests.helpers import array, assert_close
 from tests.rows import each_value
 
-X = jnp.array([0.5, 1.0, 2.0])
+X = array([0.5, 1.0, 2.0])
 RULE = cg.ErrorClipByValue(0.01)
 
 
@@ -94,7 +94,7 @@ def loss_of(program, kind):
 
 def stepped(loss, rule, name):
     step = cg.train_step(loss, optax.sgd(1.0), error_clip={name: rule})
-    state, metrics = step(step.init(X), jnp.ones(()))
+    state, metrics = step(step.init(X), array(np.ones(())))
     return X - state.params, metrics["error_clip"]
 
 

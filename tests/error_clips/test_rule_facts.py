@@ -9,8 +9,9 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
+from tests.helpers import array
 
-X = jnp.linspace(0.1, 1.0, 4).reshape(2, 2)
+X = array(np.linspace(0.1, 1.0, 4).reshape(2, 2))
 
 
 class Facts:

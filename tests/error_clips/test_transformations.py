@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import clipgrad as cg
-from tests.helpers import CASES, assert_close, assert_same
+from tests.helpers import CASES, array, assert_close, assert_same
 from tests.rows import first_row
 
 LIMIT = 0.3
@@ -24,8 +24,8 @@ every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 # By element, by slice, by tree, with params, and one's own: for products with other parameters.
 KINDS = ("ClipByValue", "ClipByNorm(axis=-1)", "ClipByGlobalNorm", "AdaptiveClip", "a function")
 every_kind = pytest.mark.parametrize("rule", [RULES[name] for name in KINDS], ids=KINDS)
-X = jnp.linspace(-1, 2, 24).reshape(8, 3)
-A = jnp.linspace(-1, 1, 12).reshape(3, 4)
+X = array(np.linspace(-1, 2, 24).reshape(8, 3))
+A = array(np.linspace(-1, 1, 12).reshape(3, 4))
 
 
 def inner(x):
@@ -50,7 +50,7 @@ def expected_gradient(x, rule, inner=inner, outer=outer):
 
 def test_a_norm_rule_is_per_example_inside_vmap_and_joint_outside():
     rule = cg.ClipByGlobalNorm(1.0)
-    x = jnp.array([[3.0, 4.0], [3.0, 4.0]])
+    x = array([[3.0, 4.0], [3.0, 4.0]])
 
     def pull(x):
         return jax.vjp(lambda x: cg.clip_cotangent(x, rule), x)[1](x)[0]
@@ -98,8 +98,8 @@ def test_a_threshold_that_changes_inside_a_scan():
 
         return jnp.sum(jax.lax.scan(step, h, limits)[0])
 
-    limits = jnp.array([0.25, 4.0])
-    np.testing.assert_allclose(jax.grad(loss)(jnp.ones(2), limits), 3 * 0.25 * np.ones(2))
+    limits = array([0.25, 4.0])
+    np.testing.assert_allclose(jax.grad(loss)(array(np.ones(2)), limits), 3 * 0.25 * np.ones(2))
 
 
 @first_row

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
 from tests.error_clips.tagged import MODELS, X, loss_of, scanned, step
-from tests.helpers import assert_close, assert_same
+from tests.helpers import array, assert_close, assert_same, generator
 from tests.rows import first_row
 
 RULES = {"h": cg.ErrorClipByValue(0.3)}
@@ -70,7 +70,7 @@ def test_all_names_are_watched_unless_some_are_chosen():
 def test_value_and_grad_with_stats_measures_64_bits_in_float64(dtype):
     with jax.enable_x64(True):
         loss = lambda x: jnp.sum(jnp.abs(checkpoint_name(2 * x, "h")) ** 2)  # noqa: E731
-        stats = jax.jit(cg.value_and_grad_with_stats(loss))(jnp.full(2, 1 + 1e-12, dtype))[2]
+        stats = jax.jit(cg.value_and_grad_with_stats(loss))(array([1 + 1e-12] * 2, dtype))[2]
         np.testing.assert_allclose(stats["h"].norm, 2**1.5 * 2 * (1 + 1e-12), rtol=1e-15)
         assert stats["h"].norm.dtype == jnp.float64
 
@@ -79,7 +79,7 @@ def test_the_positions_of_jax_are_taken():
     def loss(a, b, *, scale=1.0):
         return jnp.sum(checkpoint_name(a["x"] * b, "h")) * scale
 
-    a, b = {"x": X}, 2 * X
+    a, b = {"x": X}, array(2 * np.asarray(X))
     for argnums in (-1, np.int64(1), (1, 0), [0]):
         expected = jax.value_and_grad(loss, argnums)(a, b, scale=3.0)
         actual = cg.value_and_grad_with_stats(loss, argnums)(a, b, scale=3.0)
@@ -161,9 +161,9 @@ def test_no_argument_to_differentiate_is_an_error():
 
 
 def test_used_statistics_change_a_compiled_gradient_by_rounding_at_most(key):
-    keys = jax.random.split(key, 4)
-    params = [jax.random.normal(k, (16, 16)) for k in keys]
-    x = jnp.linspace(-1.0, 1.0, 16)
+    rng = generator(key)
+    params = [array(rng.normal(size=(16, 16))) for _ in range(4)]
+    x = array(np.linspace(-1.0, 1.0, 16))
 
     def loss(params, x):
         for i, w in enumerate(params):

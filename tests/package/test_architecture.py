@@ -59,6 +59,11 @@ def test_no_file_of_tests_imports_another():
         assert all(f".{path.stem} import" in line for line in taken), f"{path}: {taken}"
 
 
+def test_nothing_is_compiled_while_tests_are_imported(compiled_at_import):
+    """Each process would compile it; `helpers.array` makes arrays of NumPy's."""
+    assert not compiled_at_import
+
+
 def test_each_room_has_its_place():
     assert sorted({room(path) for path in FILES}) == sorted(ROOMS)
 

@@ -7,8 +7,6 @@ import pytest
 
 from tests.helpers import NAMES, public
 
-nbformat = pytest.importorskip("nbformat")
-
 pytestmark = pytest.mark.slow
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -45,6 +43,7 @@ def test_a_source_of_a_docstring_is_in_the_bibliography(name):
 
 @pytest.mark.parametrize("name", ["3_gradient_clipping", "4_checking_gradients", "7_per_example"])
 def test_the_papers_of_a_notebook_are_in_the_bibliography(name):
+    nbformat = pytest.importorskip("nbformat")
     notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
     text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     assert links(text) and links(text) <= links(PAGE)

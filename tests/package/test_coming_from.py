@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import clipgrad as cg
+from tests.helpers import array
 from tests.pages import DOCS
 
 PAGES = [DOCS / "coming_from.md", DOCS / "exploding.md"]
@@ -49,7 +50,7 @@ LINES = [
 
 def run(line):
     """The names after a line, or the value of one that assigns nothing."""
-    grads = {"w": jnp.array([[3.0, 4.0]])}
+    grads = {"w": array([[3.0, 4.0]])}
     names = {
         "cg": cg,
         "jax": jax,
@@ -59,7 +60,7 @@ def run(line):
         "params": grads,
         "norm": 5.0,
     }
-    names |= {"h": jnp.ones(2), "loss": lambda w, x: w @ x}
+    names |= {"h": array(np.ones(2)), "loss": lambda w, x: w @ x}
     exec(line if re.match(r"[\w, ]+ = ", line) else f"result = {line}", names)
     return names
 

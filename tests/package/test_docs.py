@@ -14,7 +14,7 @@ import pytest
 import clipgrad as cg
 from clipgrad._commands.cli import main
 from clipgrad._errors import docs_page, docs_title
-from tests.helpers import NAMES
+from tests.helpers import NAMES, array
 from tests.pages import ALL_PAGES, DOCS, NOTEBOOKS, ROOT, anchors, prose, rows
 from tests.rows import first_row
 
@@ -155,7 +155,7 @@ def test_the_table_of_convolutions_is_that_of_the_file():
         assert cells == [measured(ways[way], "accuracy") for way in CLIPS_OF_CONVOLUTIONS]
 
 
-NEEDS = {"loss": lambda w: w, "h": jnp.ones(2), "rule": cg.ClipByValue(1.0)}
+NEEDS = {"loss": lambda w: w, "h": array(np.ones(2)), "rule": cg.ClipByValue(1.0)}
 CHOICES = [row[2] for row in rows("which_clip.md", "what you see")]
 
 

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import clipgrad as cg
+from tests.helpers import array
 
 pytestmark = pytest.mark.slow
 
@@ -32,8 +33,8 @@ THRESHOLDS = {
     "ema": cg.EMAThreshold(),
     "percentile": cg.PercentileThreshold(90.0),
 }
-PARAMS = [jnp.asarray(np.random.default_rng(i).normal(size=(4, 4)) / 3, "float32") for i in (0, 1)]
-X = jnp.asarray(np.random.default_rng(2).normal(size=(6, 4)), "float32")
+PARAMS = [array(np.random.default_rng(i).normal(size=(4, 4)) / 3) for i in (0, 1)]
+X = array(np.random.default_rng(2).normal(size=(6, 4)))
 
 
 def loss(params, x):

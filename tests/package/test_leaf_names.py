@@ -10,10 +10,11 @@ import pytest
 
 import clipgrad as cg
 from clipgrad._arrays import leaf_names, leaf_paths
+from tests.helpers import array
 from tests.rows import each_value, first_rows
 
 UP = np.array([0.5, 2.0, 3.0], np.float32)
-X = jnp.arange(1.0, 4.0)
+X = array([1, 2, 3])
 
 
 @jax.tree_util.register_dataclass
@@ -23,7 +24,7 @@ class Network:
 
 
 def blocks():
-    return [{"up": jnp.array(UP) + 1}, {"up": jnp.array(UP)}]
+    return [{"up": array(UP + 1)}, {"up": array(UP)}]
 
 
 def in_nnx():
@@ -31,7 +32,7 @@ def in_nnx():
 
     class Block(nnx.Module):
         def __init__(self, up):
-            self.up = nnx.Param(jnp.array(up))
+            self.up = nnx.Param(array(up))
 
     class Model(nnx.Module):
         def __init__(self):
@@ -49,7 +50,7 @@ def in_equinox():
     class Model(eqx.Module):
         blocks: list
 
-    return Model([Block(jnp.array(UP + 1)), Block(jnp.array(UP))]), lambda m: m.blocks[1].up
+    return Model([Block(array(UP + 1)), Block(array(UP))]), lambda m: m.blocks[1].up
 
 
 def in_flax():
@@ -58,7 +59,7 @@ def in_flax():
     class Model(nn.Module):
         @nn.compact
         def __call__(self):
-            box = nn.with_partitioning(lambda key: jnp.array(UP), ("embed",))
+            box = nn.with_partitioning(lambda key: array(UP), ("embed",))
             return nn.meta.unbox(self.param("up", box))
 
     model = Model()
@@ -93,7 +94,7 @@ def of_diagnosis(params, read):
 
 
 def of_bad_argument(params, read):
-    bad = jax.tree.map(lambda x: x * jnp.nan if jnp.all(x == UP) else x, params)
+    bad = jax.tree.map(lambda x: x * np.nan if np.all(np.asarray(x) == UP) else x, params)
     diagnosis = cg.diagnose(lambda p, x: jnp.sum(read(p) * x), (bad, X))
     return set(re.findall(r"elements of (\S+) are not finite", diagnosis.message))
 
@@ -115,7 +116,7 @@ def of_comparison(params, read):
 
 def of_plan(params, read):
     clip = cg.clip_per_example(lambda p, x: jnp.sum(read(p) * x), cg.ClipByGlobalNorm(1.0))
-    rows = clip.plan(params, jnp.ones((2, 3))).leaves
+    rows = clip.plan(params, array(np.ones((2, 3)))).leaves
     return {row.path for row in rows} - {"blocks/0/up", "0/up"}
 
 
@@ -124,7 +125,7 @@ def of_error_of_examples(params, read):
         lambda p, x: jnp.sum(read(p) * x), cg.ClipByGlobalNorm(1.0), nonfinite="error"
     )
     with pytest.raises(FloatingPointError) as error:
-        clip(params, jnp.full((2, 3), jnp.nan))
+        clip(params, array(np.full((2, 3), np.nan)))
     return set(re.findall(r"NaN or inf in '([^']+)'", str(error.value)))
 
 

@@ -3,12 +3,13 @@
 import json
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import clipgrad as cg
 from clipgrad._commands.cli import main
+from tests.helpers import array
 
 MODULE = """
 import functools
@@ -178,11 +179,11 @@ def test_a_capture_of_a_model_says_how_it_is_restored(models, tmp_path, capsys):
     text = "import jax.numpy as jnp\ndef loss(model, x): return jnp.sum(model(x))\n"
     (tmp_path / f"{models}_of.py").write_text(text)
     state = cg.skip_spikes(optax.sgd(0.1), halt=True)
-    params = {"w": jnp.ones(2)}
+    params = {"w": array(np.ones(2))}
     update = jax.jit(lambda grads: state.update(grads, state.init(params), params))
-    _, bad = update({"w": jnp.full(2, jnp.nan)})
+    _, bad = update({"w": array([np.nan, np.nan])})
     with cg.FlightRecorder(tmp_path / "captures", raise_on_halt=False) as recorder:
-        recorder.record(bad, jnp.ones(2), params=params)
+        recorder.record(bad, array(np.ones(2)), params=params)
     capture = str(recorder.captures[0])
     assert main(["diagnose", f"{models}_of:loss", "--capture", capture]) == 2
     shown = capsys.readouterr().err

@@ -11,8 +11,6 @@ import pytest
 from tests.helpers import environment_of_users
 from tests.pages import assert_printed
 
-nbformat = pytest.importorskip("nbformat")
-
 pytestmark = pytest.mark.slow
 
 FOLDER = pathlib.Path(__file__).parents[2] / "notebooks"
@@ -34,6 +32,10 @@ def execute(path):
     flags = " ".join(f for f in os.environ["XLA_FLAGS"].split() if "device_count" not in f)
     env = environment_of_users() | ({} if path.stem == FOR_USERS else {"XLA_FLAGS": flags})
     return run(path, env=env | {"JAX_PLATFORMS": "cpu"})
+
+
+def read(path):
+    return pytest.importorskip("nbformat").read(path, as_version=4)
 
 
 def code_cells(notebook):
@@ -61,7 +63,7 @@ def stored_with(notebook):
 @pytest.mark.slow(first=True)
 @every_notebook
 def test_it_runs_and_prints_what_is_stored(path):
-    stored, executed = nbformat.read(path, as_version=4), execute(path)
+    stored, executed = read(path), execute(path)
     assert pictures(executed) == pictures(stored) > 0
     if stored_with(stored) == jax.__version__:
         for before, after in zip(code_cells(stored), code_cells(executed), strict=True):
@@ -81,7 +83,7 @@ def assert_printed_alike(printed, shown):
 
 @every_notebook
 def test_it_reads_well_unexecuted(path):
-    notebook = nbformat.read(path, as_version=4)
+    notebook = read(path)
     assert notebook.cells[0].source.startswith(f"# {path.stem[0]}. ")
     assert re.fullmatch(r"\d+\.\d+\.\d+", stored_with(notebook))
     counts = [cell.execution_count for cell in code_cells(notebook)]
@@ -94,7 +96,7 @@ def test_it_reads_well_unexecuted(path):
 
 @every_notebook
 def test_it_uses_public_names_only(path):
-    source = "\n".join(cell.source for cell in code_cells(nbformat.read(path, as_version=4)))
+    source = "\n".join(cell.source for cell in code_cells(read(path)))
     assert not re.search(r"jax\._src|clipgrad\._|cg\._", source)
 
 
@@ -104,7 +106,7 @@ def test_they_are_the_seven_and_numbered():
 
 @every_notebook
 def test_pictures_are_described_and_nothing_of_this_machine_is_stored(path):
-    cells = code_cells(nbformat.read(path, as_version=4))
+    cells = code_cells(read(path))
     for cell in cells:
         text = "".join(output.get("text", "") for output in cell.outputs) + printed(cell)
         assert not re.search(r"0x[0-9a-f]{6}|/home/|/root/|/tmp/", text), text

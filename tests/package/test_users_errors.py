@@ -3,15 +3,17 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
 
 import clipgrad as cg
+from tests.helpers import array
 from tests.rows import each_value
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
-X, VALUE = jnp.ones(2), cg.ErrorClipByValue(1.0)
+X, VALUE = array(np.ones(2)), cg.ErrorClipByValue(1.0)
 
 
 class NNXModel(nnx.Module):

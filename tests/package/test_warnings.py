@@ -15,7 +15,9 @@ from flax.training.train_state import TrainState
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
+from tests.helpers import array
 
+ONES = array(np.ones(3))
 TX, RULE = cg.clip_by_global_norm(1.0), cg.ClipByGlobalNorm(1.0)
 PART, BATCH = "leaves that vary over 'x'", "inside jax.vmap"
 OWN, PERCENT = "computes gradients itself", "percentiles are from 0 to 100"
@@ -34,7 +36,7 @@ def batched(x):
 
 class Model(nnx.Module):
     def __init__(self):
-        self.w = nnx.Param(jnp.ones(3))
+        self.w = nnx.Param(ONES)
 
     def __call__(self, x):
         return batched(self.w * x)
@@ -88,30 +90,30 @@ WAYS = {
     "cotangent": (
         lambda: on_part(lambda x: jax.vjp(lambda x: cg.clip_cotangent(x, RULE), x)[1](x)[0]), PART
     ),
-    "by name": (lambda: BY_NAME(jnp.ones(3)), BATCH),
-    "by name, grad": (lambda: jax.grad(BY_NAME)(jnp.ones(3)), BATCH),
-    "by name, jit": (lambda: jax.jit(jax.grad(BY_NAME))(jnp.ones(3)), BATCH),
+    "by name": (lambda: BY_NAME(ONES), BATCH),
+    "by name, grad": (lambda: jax.grad(BY_NAME)(ONES), BATCH),
+    "by name, jit": (lambda: jax.jit(jax.grad(BY_NAME))(ONES), BATCH),
     "by name, nnx.grad": (
         lambda: nnx.grad(cg.error_clip_by_name(lambda m, x: m(x), {"h": RULE}))(
-            Model(), jnp.ones(3)
+            Model(), ONES
         ),
         BATCH,
     ),
     "by name, eqx": (
         lambda: eqx.filter_grad(cg.error_clip_by_name(lambda m, x: m(x), {"h": RULE}))(
-            Equation(jnp.ones(3)), jnp.ones(3)
+            Equation(ONES), ONES
         ),
         BATCH,
     ),
     "watch": (
-        lambda: cg.value_and_grad_with_stats(BY_NAME.__wrapped__, watch=["h"])(jnp.ones(3)), ""
+        lambda: cg.value_and_grad_with_stats(BY_NAME.__wrapped__, watch=["h"])(ONES), ""
     ),
     "train_step": (lambda: _stepped(), BATCH),
     "everywhere": (
-        lambda: cg.error_clip_everywhere(jax.grad(batched), RULE)(jnp.ones(3)), OWN
+        lambda: cg.error_clip_everywhere(jax.grad(batched), RULE)(ONES), OWN
     ),
     "gradient by name": (
-        lambda: cg.error_clip_by_name(jax.grad(batched), {"h": cg.ClipByValue(1.0)})(jnp.ones(3)),
+        lambda: cg.error_clip_by_name(jax.grad(batched), {"h": cg.ClipByValue(1.0)})(ONES),
         OWN,
     ),
     "percentile": (lambda: cg.PercentileThreshold(0.9), PERCENT),
@@ -126,7 +128,7 @@ def _skipped(g):
 
 def _stepped():
     step = cg.train_step(lambda w, x: batched(w * x), optax.sgd(0.1), error_clip={"h": RULE})
-    return step(step.init(jnp.ones(3)), jnp.ones(3))
+    return step(step.init(ONES), ONES)
 
 
 def _of_linen():
@@ -135,9 +137,9 @@ def _of_linen():
         def __call__(self, x):
             return batched(nn.Dense(3)(x[None])[0])
 
-    params = Batched().init(jax.random.key(0), jnp.ones(3))
+    params = Batched().init(jax.random.key(0), ONES)
     loss = cg.error_clip_by_name(lambda p, x: Batched().apply(p, x), {"h": RULE})
-    return jax.grad(loss)(params, jnp.ones(3))
+    return jax.grad(loss)(params, ONES)
 
 
 @pytest.mark.usefixtures("users_promotion")

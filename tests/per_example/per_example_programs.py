@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.helpers import array
+
 PROGRAMS = {}
 EXAMPLES = 3
 
@@ -35,17 +37,17 @@ def program(batch, direct="", **params):
 def arguments(name, dtype=jnp.float32):
     """Parameters and a batch for a program."""
     row = PROGRAMS[name]
-    keys = iter(jax.random.split(jax.random.key(len(name)), 32))
+    rng = np.random.default_rng(len(name))
     params = {
-        k: (jax.random.normal(next(keys), s) / max(s[-2:-1] or (1,)) ** 0.5).astype(dtype)
+        k: array(rng.normal(size=s) / max(s[-2:-1] or (1,)) ** 0.5, dtype)
         for k, s in row.params.items()
     }
     made = []
     for part in row.batch if isinstance(row.batch, list) else [row.batch]:
         if isinstance(part, int):  # ids below it, some of them repeated
-            made.append(jax.random.randint(next(keys), (EXAMPLES, 4), 0, part))
+            made.append(array(rng.integers(part, size=(EXAMPLES, 4)), np.int32))
         else:
-            made.append(jax.random.normal(next(keys), (EXAMPLES, *part)).astype(dtype))
+            made.append(array(rng.normal(size=(EXAMPLES, *part)), dtype))
     return params, made if isinstance(row.batch, list) else made[0]
 
 

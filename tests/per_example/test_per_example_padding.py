@@ -30,7 +30,7 @@ def test_padding_adds_nothing_whatever_it_holds(rule, reduce, microbatch):
     clip = cg.clip_per_example(loss, RULES[rule], reduce=reduce, microbatch=microbatch)
     batch = np.insert(BATCH, [0, 2], NOTHING, axis=0)
     mask = np.isin(np.arange(6), [0, 3])
-    value, grads, stats = jax.jit(clip)(PARAMS, batch, is_padding_example=mask)
+    value, grads, stats = jax.device_get(jax.jit(clip)(PARAMS, batch, is_padding_example=mask))
     expected = jax.jit(cg.clip_per_example(loss, RULES[rule], reduce=reduce))(PARAMS, BATCH)
     np.testing.assert_allclose(value, expected[0], rtol=1e-6)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), grads, expected[1])
@@ -40,7 +40,8 @@ def test_padding_adds_nothing_whatever_it_holds(rule, reduce, microbatch):
 
 def test_a_batch_of_padding_alone_is_zero():
     clip = cg.clip_per_example(loss, RULES["by norms"])
-    value, grads, _ = jax.jit(clip)(PARAMS, BATCH, is_padding_example=np.ones(4, bool))
+    results = jax.jit(clip)(PARAMS, BATCH, is_padding_example=np.ones(4, bool))
+    value, grads, _ = jax.device_get(results)
     assert value == 0 and not any(leaf.any() for leaf in jax.tree.leaves(grads))
 
 
@@ -93,7 +94,8 @@ def test_edge_cases_are_as_in_the_table(name, method, reduce, positions):
     """Also where the mask is a constant of the program, and so is the gradient."""
     limit, size, nonfinite, is_padding, factor = EDGES[name]
     run = edge_program(nonfinite, is_padding, method, reduce, positions)
-    (value, grads, stats), plain = run(np.float32(limit), (np.float32([size]), BATCH[:1]))
+    results = run(np.float32(limit), (np.float32([size]), BATCH[:1]))
+    (value, grads, stats), plain = jax.device_get(results)
     for path, grad in grads.items():
         np.testing.assert_allclose(grad, factor * plain[path], rtol=1e-6, err_msg=path)
     if is_padding:

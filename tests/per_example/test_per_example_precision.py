@@ -12,7 +12,7 @@ import clipgrad as cg
 from clipgrad._per_example import products
 from clipgrad._per_example.products import product
 from clipgrad._programs import Hook, bind, equations, evaluate
-from tests.helpers import operations
+from tests.helpers import array, generator, operations
 from tests.rows import crossed, first_row
 
 # Bits behind the leading one of a float32 factor at the default precision of a backend.
@@ -88,15 +88,12 @@ def model(dtype, remat, params, x):
     return jnp.sum((h[0] @ p["out"]).astype(jnp.float32) ** 2)
 
 
-@functools.partial(jax.jit, static_argnums=1)
 def arguments(key, examples):
     shapes = {"in": (24, 32), "layers": (3, 32, 32), "kernel": (3, 32, 8)}
     shapes |= {"out": (8, 20), "biases": (3, 32)}
-    keys = jax.random.split(key, len(shapes) + 1)
-    params = {
-        n: jax.random.normal(k, s) / 5 for k, (n, s) in zip(keys, shapes.items(), strict=False)
-    }
-    return params, jax.random.normal(keys[-1], (examples, 6, 24))
+    rng = generator(key)
+    params = {name: array(rng.normal(size=s) / 5) for name, s in shapes.items()}
+    return params, array(rng.normal(size=(examples, 6, 24)))
 
 
 def norm(tree):
@@ -144,6 +141,7 @@ def test_no_example_adds_more_than_the_limit_whatever_a_backend_rounds(key, bits
     loss = functools.partial(model, dtype, False)
     clip = cg.clip_per_example(loss, cg.ClipByGlobalNorm(LIMIT), reduce="sum", method=method)
     clipped = on_backend(jax.vmap(lambda x: clip(params, x[None])[1]), bits, batch)
+    clipped = jax.device_get(clipped)
     for i in range(2):
         size = norm(jax.tree.map(lambda x, i=i: x[i], clipped))
         assert LIMIT * (1 - 1e-3) < size <= LIMIT * (1 + 4e-7)
@@ -167,9 +165,9 @@ def test_a_coefficient_meets_products_and_no_cotangent(dtype):
         weights = jnp.minimum(1.0, 1e-6 / cg.per_example_norms(loss)(w, batch))
         return jax.vjp(lambda w: jax.vmap(loss, (None, 0))(w, batch), w)[1](weights)[0]
 
-    keys = jax.random.split(jax.random.key(0))
-    w, margins = jax.random.normal(keys[0], (16, 3)), jnp.repeat(jnp.array([1.0, 4.0, 8.0]), 32)
-    batch = jax.random.normal(keys[1], (len(margins), 16)), margins
+    rng = np.random.default_rng(0)
+    w, margins = array(rng.normal(size=(16, 3))), array(np.repeat([1.0, 4.0, 8.0], 32))
+    batch = array(rng.normal(size=(len(margins), 16))), margins
     ways = {"one VJP": by_one_vjp}
     for method in ("auto", "direct"):
         clip = cg.clip_per_example(loss, cg.ClipByGlobalNorm(1e-6), reduce="sum", method=method)
@@ -180,7 +178,8 @@ def test_a_coefficient_meets_products_and_no_cotangent(dtype):
         one = jax.tree.map(lambda x: x[:, None], batch)
         return {way: jax.vmap(run, (None, 0))(w, one) for way, run in ways.items()}
 
-    sizes = {way: np.array([norm(g) for g in grads]) for way, grads in alone(w, batch).items()}
+    of_each = {way: np.asarray(grads) for way, grads in alone(w, batch).items()}
+    sizes = {way: np.array([norm(g) for g in grads]) for way, grads in of_each.items()}
     for method in ("auto", "direct"):
         assert np.all(sizes[method] <= 1e-6 * (1 + 4e-7))
         assert np.all(sizes[method] >= 1e-6 * (1 - 2e-6))
@@ -208,11 +207,10 @@ def count_of(program, name):
 )
 def test_there_is_one_forward_and_one_backward_pass(wrapped, again):
     """A value that is made again in the backward pass, as by remat, is made in it once."""
-    params = {"apart": jnp.ones((2, 24, 24)), "scanned": jnp.ones((3, 24, 24))}
-    params["apart"] = list(params["apart"])
+    params = {"apart": [array(np.ones((24, 24)))] * 2, "scanned": array(np.ones((3, 24, 24)))}
     loss = functools.partial(forward, wrapped=wrapped)
     clip = cg.clip_per_example(loss, cg.ClipByGlobalNorm(1.0))
-    program = jax.make_jaxpr(clip)(params, jnp.ones((4, 6, 24)))
+    program = jax.make_jaxpr(clip)(params, array(np.ones((4, 6, 24))))
     assert count_of(program, "tanh") == 3 + 3 * again
     assert count_of(program, "scan") == 2
 
@@ -224,9 +222,9 @@ def test_no_product_that_the_bound_rests_on_has_the_default_precision():
         h = jax.lax.dot(x, p["w"], precision="high")
         return jnp.sum(jax.lax.dot(h, p["v"], precision="high"))
 
-    params = {"w": jnp.ones((24, 40)), "v": jnp.ones((40, 32))}
+    params = {"w": array(np.ones((24, 40))), "v": array(np.ones((40, 32)))}
     program = jax.make_jaxpr(cg.clip_per_example(loss, cg.ClipByGlobalNorm(1.0)))(
-        params, jnp.ones((4, 6, 24))
+        params, array(np.ones((4, 6, 24)))
     )
     asked = [e.params["precision"] for e in equations(program) if e.primitive.name == "dot_general"]
     precisions = [p for p in asked if p != (jax.lax.Precision.HIGH,) * 2]
@@ -243,9 +241,9 @@ def test_one_more_dense_layer_is_few_operations(rows):
         return jnp.mean(x**2)
 
     def count(layers):
-        params = [(jnp.ones((48, 48)), jnp.ones(48)) for _ in range(layers)]
+        params = [(array(np.ones((48, 48))), array(np.ones(48))) for _ in range(layers)]
         clip = cg.clip_per_example(loss, cg.ClipByGlobalNorm(1.0))
-        return operations(jax.make_jaxpr(clip)(params, jnp.ones((4, rows, 48))), [])
+        return operations(jax.make_jaxpr(clip)(params, array(np.ones((4, rows, 48)))), [])
 
     assert count(5) - count(2) <= 3 * 130
 
@@ -257,12 +255,12 @@ def test_products_of_narrow_and_wide_factors_are_as_in_float32(key, scale, bits)
     shapes = {"rows": ([(0, 1), (0, 2)], (1, 2)), "batched": ([(3, 0, 1), (3, 0, 2)], (3, 1, 2))}
     sizes = {0: 96, 1: 5, 2: 7, 3: 4}
     kinds = [(a, b) for a in ("bfloat16", "float32") for b in ("bfloat16", "float32", "float16")]
-    keys = iter(jax.random.split(key, 24))
+    rng = generator(key)
 
     def arrays(labels, dtypes):
-        made = [jax.random.normal(next(keys), [sizes[k] for k in axes]) for axes in labels]
-        made[0] = made[0] * jnp.float32(scale)
-        return [x.astype(d) for x, d in zip(made, dtypes, strict=True)]
+        made = [rng.normal(size=[sizes[k] for k in axes]) for axes in labels]
+        made[0] *= scale
+        return [array(x, d) for x, d in zip(made, dtypes, strict=True)]
 
     cases = [(labels, out, arrays(labels, d)) for labels, out in shapes.values() for d in kinds]
 
@@ -280,9 +278,9 @@ def test_products_of_narrow_and_wide_factors_are_as_in_float32(key, scale, bits)
 
 
 def test_what_is_not_finite_stays_as_it_is_in_products_with_narrow_factors():
-    wide = jnp.array([[1.0, jnp.inf], [2.0, -jnp.inf], [jnp.nan, 1.0]])
+    wide = array([[1.0, jnp.inf], [2.0, -jnp.inf], [jnp.nan, 1.0]])
     multiplied = jax.jit(lambda x, y: product([x, y], [(0, 1), (1,)], (0,)))(
-        wide, jnp.ones(2, jnp.bfloat16)
+        wide, array(np.ones(2), jnp.bfloat16)
     )
     np.testing.assert_array_equal(multiplied, [np.inf, -np.inf, np.nan])
 

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
-from tests.helpers import RELEASED
+from tests.helpers import RELEASED, array
 from tests.per_example.per_example_programs import PROGRAMS, arguments
 from tests.per_example.per_example_references import (
     METHODS,
@@ -376,8 +376,8 @@ def test_uses_of_one_value_keep_it_once():
         step = lambda x, w: (jnp.tanh(x @ w["q"]) * (x @ w["k"]), None)  # noqa: E731
         return jnp.sum(jax.lax.scan(step, x, p)[0])
 
-    params = {k: jnp.ones((5, 24, 24)) for k in "qk"}
-    plan = cg.per_example_norms(loss).plan(params, jnp.ones((7, 4, 24)))
+    params = {k: array(np.ones((5, 24, 24))) for k in "qk"}
+    plan = cg.per_example_norms(loss).plan(params, array(np.ones((7, 4, 24))))
     rows = 7 * 5 * 4 * 24 * 4
     assert sorted(leaf.bytes for leaf in plan.leaves) == [rows, 2 * rows]
 
@@ -389,7 +389,7 @@ def test_uses_of_one_value_keep_it_once():
 @pytest.mark.parametrize("name", ["embedding tied to the head", MIXED])
 def test_a_sharded_batch_needs_one_all_reduce(name):
     params, batch = arguments(name)
-    batch = jnp.concatenate([batch, batch, batch])[:8]
+    batch = np.concatenate([batch, batch, batch])[:8]
     per_example = cg.clip_per_example(PROGRAMS[name].loss, cg.ClipByGlobalNorm(0.1))
 
     def run(params, batch):
@@ -411,7 +411,7 @@ def test_a_sharded_batch_needs_one_all_reduce(name):
 @pytest.mark.parametrize("method", METHODS)
 def test_explicit_mesh_axes_are_refused_with_what_to_write(method):
     params, batch = arguments(MIXED)
-    batch = jnp.concatenate([batch, batch, batch])[:8]
+    batch = np.concatenate([batch, batch, batch])[:8]
     loss, rule = PROGRAMS[MIXED].loss, cg.ClipByGlobalNorm(1.0)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
@@ -432,8 +432,8 @@ def test_wrong_arguments_and_models_with_other_leaves_are_refused():
         cg.per_example_norms(lambda p, x: p, method="fast")
     with pytest.raises(TypeError, match="loss_fn: got 3 of type int, expected a function of"):
         cg.per_example_norms(3)
-    model = {"w": jnp.ones(2), "activation": jnp.tanh}
+    model = {"w": array(np.ones(2)), "activation": jnp.tanh}
     with pytest.raises(TypeError, match=r"at 'activation', expected arrays.*\n.*eqx.partition"):
-        cg.clip_per_example(lambda p, x: x, None)(model, jnp.ones(3))
+        cg.clip_per_example(lambda p, x: x, None)(model, array(np.ones(3)))
     with pytest.raises(TypeError, match=r"at 'activation', expected arrays.*\n.*eqx.partition"):
-        cg.per_example_norms(lambda p, x: x).plan(model, jnp.ones(3))
+        cg.per_example_norms(lambda p, x: x).plan(model, array(np.ones(3)))

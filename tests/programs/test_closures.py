@@ -8,9 +8,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
 import clipgrad._programs as _programs
+from tests.helpers import array
 from tests.rows import first_row
 
-W, DATA = jnp.array([0.3, 0.7]), jnp.array([2.0, 3.0])
+W, DATA = array([0.3, 0.7]), array([2.0, 3.0])
 WIDE = cg.ErrorClipByValue(1e9)
 
 

@@ -25,10 +25,10 @@ import clipgrad as cg
 from clipgrad import _programs
 from clipgrad._programs import KINDS, NUMERIC, Does, flow, kind_of, numeric_of
 from clipgrad._programs.primitives import PrimitiveTable, TracedOnce
-from tests.helpers import assert_same
+from tests.helpers import array, assert_same
 from tests.rows import first_row
 
-X = jnp.linspace(0.1, 1.0, 4)
+X = array(np.linspace(0.1, 1.0, 4))
 TABLES = {"KINDS": KINDS, "NUMERIC": NUMERIC}
 
 
@@ -223,8 +223,8 @@ def test_a_primitive_that_jax_renames_is_known_by_its_object(monkeypatch, name):
     jax.tree.map(np.testing.assert_array_equal, before[1], after[1])
 
 
-ZERO = jnp.zeros(3)
-TWICE = jnp.array([[1.0], [-1.0]])
+ZERO = array(np.zeros(3))
+TWICE = array([[1.0], [-1.0]])
 EXPLAINED = {  # functions of three numbers, and what `diagnose` says that knows their primitives
     "cast": (lambda x: x.astype(jnp.int32) * 1.5, "a cast to int32"),
     "bits": (lambda x: lax.bitcast_convert_type(x, jnp.int32) * 1e-9, "a cast to int32"),

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from clipgrad._programs import ByPieces, is_repetitive, opened_scans
+from tests.helpers import array
 
-W = jnp.asarray(np.random.default_rng(0).normal(size=(3, 3)) * 0.5, jnp.float32)
-X = jnp.asarray(np.random.default_rng(1).normal(size=(4, 3)), jnp.float32)
+W = array(np.random.default_rng(0).normal(size=(3, 3)) * 0.5)
+X = array(np.random.default_rng(1).normal(size=(4, 3)))
 
 
 def layers(count, fault=None):

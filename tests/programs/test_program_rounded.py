@@ -12,12 +12,13 @@ from jax.sharding import PartitionSpec as P
 
 from clipgrad._programs import Parts, equations, low_jit, rounded, rounded_in_float64
 from tests.compare.compare_trainers import AXIS, mesh
+from tests.helpers import array
 
 RUNS = 8
 
 
 def numbers(*shape, seed=0, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+    return array(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def runs(fun, *args):
@@ -29,7 +30,7 @@ def runs(fun, *args):
         return lax.map(lambda seed: rounded(program, jax.tree.leaves(args), seed), seeds)
 
     exact = jax.tree.leaves(jax.jit(fun)(*args))
-    moved_runs = run(args, jnp.arange(1, RUNS + 1, dtype=jnp.uint32))
+    moved_runs = run(args, array(np.arange(1, RUNS + 1), jnp.uint32))
     wide = lambda x: np.asarray(x).astype(np.float64)  # noqa: E731
     return [(wide(x), wide(several)) for x, several in zip(exact, moved_runs, strict=True)]
 
@@ -50,7 +51,7 @@ def eps(dtype):
 
 
 X, W = numbers(24, 16, seed=1), numbers(16, 8, seed=2)
-COUNTS = jnp.round(4 * X)
+COUNTS = array(np.round(4 * np.asarray(X)))
 
 
 @pytest.mark.slow
@@ -78,7 +79,7 @@ DTYPES = ["float32", "bfloat16", "float16", "complex64", "float64", "float8_e4m3
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_each_number_moves_by_one_rounding_of_its_own_type(dtype):
     with jax.enable_x64(dtype == "float64"):
-        x = numbers(400, seed=3, dtype=jnp.float32).astype(dtype)
+        x = array(np.asarray(numbers(400, seed=3)), dtype)
         wide = np.complex128 if dtype == "complex64" else np.float64
         exact, *neighbors = (np.asarray(y).astype(wide) for y in (x, moved(x, 1), moved(x, 2)))
     kept = np.abs(exact) > 20 * float(jnp.finfo(dtype).tiny)  # subnormal numbers move by more
@@ -195,7 +196,7 @@ def test_rounding_is_a_function_of_the_number_its_position_and_the_seed(dtype):
         return jnp.tanh(x), *steps, jnp.tanh(x[::-1])[::-1], jnp.tanh(-x)
 
     with jax.enable_x64(dtype == "float64"):
-        moved_results = runs(results, jnp.asarray(numbers(300, seed=8), dtype))
+        moved_results = runs(results, array(np.asarray(numbers(300, seed=8)), dtype))
     first, *steps, turned, other = (np.sign(moved[1:] - moved[:1]) for _, moved in moved_results)
     for step in steps:
         np.testing.assert_array_equal(first, step)

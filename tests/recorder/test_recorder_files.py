@@ -22,7 +22,7 @@ from flax import nnx
 import clipgrad as cg
 from clipgrad._recorder import files
 from clipgrad._recorder.files import MANIFEST
-from tests.helpers import assert_same
+from tests.helpers import array, assert_same
 
 pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.slow]
 TX = cg.skip_spikes(optax.sgd(0.1), sigma=None, halt=True)
@@ -71,9 +71,9 @@ def described(tree):
     if isinstance(tree, jax.Array) and jnp.issubdtype(tree.dtype, jax.dtypes.prng_key):
         return f"{jax.random.key_impl(tree)} {described(jax.random.key_data(tree))}"
     if isinstance(tree, jax.Array | np.ndarray | np.generic):
-        array = np.asarray(tree)
+        x = np.asarray(tree)
         kind = "jax" if isinstance(tree, jax.Array) else "numpy"
-        return f"{kind} {array.dtype.str} {array.dtype} {array.shape} {array.tobytes().hex()}"
+        return f"{kind} {x.dtype.str} {x.dtype} {x.shape} {x.tobytes().hex()}"
     return f"{type(tree).__name__} {ascii(tree)}"
 
 
@@ -173,7 +173,11 @@ REFUSED = {
     "bytes": ([b"a"], TypeError, "batch: got bytes at '0', expected arrays, numbers or text"),
     "text": ([np.array("a")], TypeError, "batch: got an array of dtype <U1 at '0', expected num"),
     "order": (np.ones(2, ">f4"), TypeError, "batch: got an array of dtype >f4, expected numbers"),
-    "odd": (jnp.ones(2, "uint2"), TypeError, "batch: got an array of dtype uint2, expected num"),
+    "odd": (
+        array(np.ones(2), "uint2"),
+        TypeError,
+        "batch: got an array of dtype uint2, expected num",
+    ),
 }
 
 

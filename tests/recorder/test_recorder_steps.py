@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import clipgrad as cg
+from tests.helpers import array
 
 pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.slow]
 TX = cg.skip_spikes(optax.sgd(1e-6), sigma=None, halt=True)
@@ -241,7 +242,7 @@ def test_a_flag_beside_a_halting_optimizer_counts_as_well(tmp_path):
     assert [*capture.batch] == [4, 4]
 
 
-@pytest.mark.parametrize("bad", [1.0, "yes", jnp.float32(0), {"a": True, "b": False}, None])
+@pytest.mark.parametrize("bad", [1.0, "yes", array(0), {"a": True, "b": False}, None])
 def test_what_is_no_flag_is_refused_with_what_to_write(bad, tmp_path):
     error, match = (TypeError, r"bad: got .* write bad=~jnp.isfinite\(loss\)")
     if bad is None:

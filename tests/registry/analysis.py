@@ -11,6 +11,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
+from tests.helpers import array
 
 X, Y = np.float32([0.5, -1.5]), np.float32([2.0, 3.0])
 NO_SQRT = np.float32([4.0, 0.0])
@@ -196,8 +197,8 @@ def example_with_aux(w, x):
 
 class Linear(nnx.Module):
     def __init__(self):
-        self.a = nnx.Param(jnp.ones(3))
-        self.b = nnx.BatchStat(jnp.ones(3))
+        self.a = nnx.Param(array(np.ones(3)))
+        self.b = nnx.BatchStat(array(np.ones(3)))
 
 
 def of_model(model, x):

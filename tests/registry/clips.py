@@ -16,31 +16,33 @@ NORMS = np.float32([2, 3, 2.5, 1.5, 40, 2, 3, 2.2, 2.8, 30, 2.6, 2.4])
 RULE, OTHER = cg.ClipByGlobalNorm(1.0), cg.ClipByNorm(1.0)
 
 
-def updated(make, grads=GRADS, **arguments):
-    """The updates and the state of a transformation; for an axis name one of several devices."""
+def updated(make, grads=GRADS, devices=1, **arguments):
+    """The updates and the state of a transformation; for an axis name those of two devices."""
     tx = make(**arguments)
 
     def run(grads):
         return tx.update(grads, tx.init(PARAMS), PARAMS)
 
-    return on_devices(run, grads)
+    return on_devices(devices, run, grads)
 
 
-def on_devices(run, grads):
+def on_devices(count, run, grads):
+    if count == 1:
+        return jax.jit(run)(grads)
     return jax.jit(jax.vmap(run, axis_name="x"))(
         jax.tree.map(lambda g: np.stack([g, 2 * g]), grads)
     )
 
 
-def ruled(make, grads=GRADS, **arguments):
+def ruled(make, grads=GRADS, devices=1, **arguments):
     rule = make(**arguments)
-    return on_devices(lambda g: rule(g, PARAMS), grads)
+    return on_devices(devices, lambda g: rule(g, PARAMS), grads)
 
 
 def thresholds(make, **arguments):
     """The thresholds of a history of norms of two leaves."""
     threshold = make(**arguments)
-    norms = jnp.stack([NORMS, np.roll(NORMS, 1)], 1)
+    norms = np.stack([NORMS, np.roll(NORMS, 1)], 1)
     step = lambda state, norms: threshold.update(state, norms)[::-1]  # noqa: E731
     return jax.jit(lambda n: jax.lax.scan(step, threshold.init(n[0]), n)[1])(norms)
 
@@ -93,11 +95,11 @@ def compared(make, grads=GRADS, **arguments):
 
 
 def with_rule(make, grads=GRADS, **arguments):
-    return on_devices(lambda grads: make(grads, **arguments), grads)
+    return on_devices(1, lambda grads: make(grads, **arguments), grads)
 
 
-def measured(make, tree=GRADS, **arguments):
-    return on_devices(lambda tree: make(tree, **arguments), tree)
+def measured(make, tree=GRADS, devices=1, **arguments):
+    return on_devices(devices, lambda tree: make(tree, **arguments), tree)
 
 
 OF_CLIPS = {
@@ -105,7 +107,7 @@ OF_CLIPS = {
     "nonfinite": dict(nonfinite="zero", grads=WITH_NAN),
     "stats": dict(stats=True),
 }
-SPREAD = jax.P("x")
+SPREAD = dict(axis_name=jax.P("x"), devices=2)
 # For each function how it is called, with which arguments, and for each argument another value; a
 # row with several is beside a row with all but the first.
 ROWS = {
@@ -113,28 +115,28 @@ ROWS = {
                       dict(min=-0.5, grads={"a": -A, "b": B}), dict(nan=0.0, grads=WITH_NAN),
                       OF_CLIPS),
     "clip_by_norm": (updated, dict(max_norm=2.0), dict(max_norm=1.0), dict(ord=1), dict(axis=-1),
-                     dict(axis_name=SPREAD), OF_CLIPS),
+                     SPREAD, OF_CLIPS),
     "clip_by_global_norm": (updated, dict(max_norm=2.0), dict(max_norm=1.0), dict(ord=jnp.inf),
-                            dict(axis_name=SPREAD), OF_CLIPS),
-    "clip_by_block_rms": (updated, dict(threshold=2.0), dict(threshold=1.0), dict(axis_name=SPREAD),
+                            SPREAD, OF_CLIPS),
+    "clip_by_block_rms": (updated, dict(threshold=2.0), dict(threshold=1.0), SPREAD,
                           OF_CLIPS),
     "adaptive_grad_clip": (updated, dict(clipping=0.1), dict(clipping=0.2), dict(eps=9.0),
-                           dict(axis=-1), dict(axis_name=SPREAD), OF_CLIPS),
+                           dict(axis=-1), SPREAD, OF_CLIPS),
     "gradient_clip": (updated, dict(rule=RULE), dict(rule=OTHER), OF_CLIPS),
     "clip_grads": (with_rule, dict(rule=RULE), dict(grads={"a": B, "b": A}), dict(rule=OTHER),
                    dict(params=jax.tree.map(lambda w: 2 * w, PARAMS), rule=cg.AdaptiveClip(0.1)),
                    dict(where="a"), dict(nonfinite="zero", grads=WITH_NAN)),
-    "global_norm": (measured, {}, dict(tree={"a": A}), dict(ord=1), dict(axis_name=SPREAD)),
+    "global_norm": (measured, {}, dict(tree={"a": A}), dict(ord=1), SPREAD),
     "ClipByValue": (ruled, dict(max=2.0), dict(max=1.0), dict(min=-0.5, grads={"a": -A}),
                     dict(nan=0.0, grads=WITH_NAN)),
     "ClipByNorm": (ruled, dict(max_norm=2.0), dict(max_norm=1.0), dict(ord=1), dict(axis=-1),
-                   dict(axis_name=SPREAD)),
+                   SPREAD),
     "ClipByGlobalNorm": (ruled, dict(max_norm=2.0), dict(max_norm=1.0), dict(ord=3),
-                         dict(axis_name=SPREAD)),
-    "ClipByBlockRMS": (ruled, dict(threshold=2.0), dict(threshold=1.0), dict(axis_name=SPREAD)),
+                         SPREAD),
+    "ClipByBlockRMS": (ruled, dict(threshold=2.0), dict(threshold=1.0), SPREAD),
     "AdaptiveClip": (ruled, dict(clipping=0.1), dict(clipping=0.2), dict(eps=9.0), dict(axis=-1),
-                     dict(axis_name=SPREAD)),
-    "AutoNorm": (ruled, {}, dict(max_norm=2.0), dict(gamma=1.0), dict(axis_name=SPREAD)),
+                     SPREAD),
+    "AutoNorm": (ruled, {}, dict(max_norm=2.0), dict(gamma=1.0), SPREAD),
     "PercentileThreshold": (thresholds, dict(percentile=90.0, window=8), dict(percentile=50.0),
                             dict(window=4), dict(feed="clipped")),
     "ZScoreThreshold": (thresholds, dict(warmup=4), dict(z=1.0), dict(decay=0.5), dict(warmup=2),

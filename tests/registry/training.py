@@ -12,7 +12,8 @@ import optax
 from flax import nnx
 
 import clipgrad as cg
-from tests.registry.clips import on_devices
+from tests.helpers import array
+from tests.registry.clips import SPREAD, on_devices
 
 PARAMS = {"net": {"w": np.float32([1, 2]), "b": np.float32([0.5])}, "head": np.float32([3])}
 GRADS = jax.tree.map(lambda w: np.float32(0.1) * w, PARAMS)
@@ -25,8 +26,8 @@ LOSSES = np.float32([1, 1.1, 1, 0.9, 30, 1, 1, 1.1, 1, 1])
 SMALL = dict(window=8, min_history=3)
 
 
-def trained(make, inner, **arguments):
-    """The updates and the states of ten steps, of one of two devices."""
+def trained(make, inner, devices=1, **arguments):
+    """The updates and the states of ten steps; for an axis name those of two devices."""
     tx = make(inner, **arguments)
 
     def run(steps):
@@ -37,7 +38,7 @@ def trained(make, inner, **arguments):
         return jax.lax.scan(step, tx.init(PARAMS), (steps, LOSSES))[1]
 
     with jax.numpy_dtype_promotion("standard"):
-        return on_devices(run, STEPS)
+        return on_devices(devices, run, STEPS)
 
 
 def skipped(make, inner=None, **arguments):
@@ -68,7 +69,7 @@ def with_aux(w, batch):
 
 class Model(nnx.Module):
     def __init__(self):
-        self.w, self.scale = nnx.Param(jnp.float32([1, 2])), nnx.BatchStat(jnp.float32([1, 1]))
+        self.w, self.scale = nnx.Param(array([1, 2])), nnx.BatchStat(array([1, 1]))
 
 
 def of_model(model, batch):
@@ -84,7 +85,7 @@ def stepped(make, loss_fn=loss, optimizer=None, weights=WEIGHTS, **arguments):
     optimizer = optax.sgd(0.1) if optimizer is None else optimizer
     with jax.numpy_dtype_promotion("standard"):
         step = make(loss_fn, optimizer, **arguments)
-        first = step.init(jax.tree.map(jnp.array, weights))
+        first = step.init(jax.device_put(weights))
         state, metrics = step(first, BATCH)
         state, metrics = step(state, BATCH)
     arrays = [leaf for leaf in jax.tree.leaves(first) if isinstance(leaf, jax.Array)]
@@ -165,7 +166,7 @@ def recording(make, state=None, batch=NAN, **more):
         recorder = cg.FlightRecorder(folder)
         state = after([BATCH, NAN]) if state is None else made(state)  # a recorder keeps no state
         try:
-            make(recorder, state, batch, **more)
+            make(recorder, state, batch, **{name: made(x) for name, x in more.items()})
             recorder.close()
         except cg.HaltedError as error:
             return leaves_of_capture(cg.load_capture(error.path))
@@ -199,12 +200,12 @@ ROWS = {
     "skip_spikes": (
         skipped, {}, dict(inner=optax.sgd(2.0)), dict(max_norm=0.4, window=None, min_history=None),
         dict(window=3), dict(sigma=0.5), dict(min_history=7), dict(where="net"),
-        dict(axis_name=jax.P("x")), dict(halt="spike"), dict(judge="loss"),
+        SPREAD, dict(halt="spike"), dict(judge="loss"),
     ),
     "watch_updates": (
         watched, {}, dict(optimizer=optax.sgd(2.0)), dict(by="leaf"),
         dict(stacked="net/w", by="leaf"),
-        dict(axis_name=jax.P("x")),
+        SPREAD,
     ),
     "train_step": (
         stepped, {}, dict(loss_fn=absolute), dict(optimizer=optax.sgd(0.2)),
@@ -220,7 +221,7 @@ ROWS = {
     "FlightRecorder.record": (
         recording, {}, dict(state=lambda: after([BATCH, NAN], 2.0)),
         dict(batch=NAN | {"y": 2 * NAN["y"]}),
-        dict(key=jax.random.key(3)), dict(step=7),
+        dict(key=lambda: jax.random.key(3)), dict(step=7),
         dict(bad=True, state=lambda: after([BATCH]), batch=BATCH),
         dict(extra=np.float32(1)),
     ),

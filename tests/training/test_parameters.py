@@ -16,10 +16,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
 from clipgrad._frameworks import Parameters
-from tests.helpers import assert_close
+from tests.helpers import array, assert_close
 
 pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.slow]
-X = jnp.linspace(-1.0, 2.0, 12).reshape(4, 3) ** 2
+X = array(np.linspace(-1.0, 2.0, 12, dtype=np.float32).reshape(4, 3) ** 2)
 
 
 class Counter(nnx.Variable):

@@ -9,7 +9,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
-from tests.helpers import assert_close
+from tests.helpers import array, assert_close, generator
 from tests.rows import each_value, first_row
 from tests.training.wrappers import AROUND
 
@@ -27,9 +27,9 @@ def loss_fn(params, batch):
 
 
 def data(key, n=8):
-    k = jax.random.split(key, 4)
-    params = {"w": jax.random.normal(k[0], (3, 5)), "v": jax.random.normal(k[1], (5,))}
-    return params, (jax.random.normal(k[2], (n, 3)), 50 * jax.random.normal(k[3], (n,)))
+    rng = generator(key)
+    params = {"w": array(rng.normal(size=(3, 5))), "v": array(rng.normal(size=5))}
+    return params, (array(rng.normal(size=(n, 3))), array(50 * rng.normal(size=n)))
 
 
 @pytest.mark.slow
@@ -89,7 +89,7 @@ def test_metrics_are_those_of_the_last_clip_with_statistics(first, last, key):
         optax.sgd(0.1),
     )
     step = cg.train_step(loss_fn, tx)
-    _, metrics = step(step.init(params), batch)
+    _, metrics = jax.device_get(step(step.init(params), batch))
     *before, clip = metrics["clips"]
     assert len(before) == first
     for stats in before:  # the same norm in two places of the program: each is right to 4e-7
@@ -130,13 +130,13 @@ def test_accumulated_gradients_are_clipped_once_after_averaging(parts, key):
 
 
 def test_low_precision_gradients_are_accumulated_in_float32_and_keep_their_dtype():
-    params, seen = {"w": jnp.ones((), jnp.bfloat16)}, []
+    params, seen = {"w": array(np.ones(()), jnp.bfloat16)}, []
     noted = optax.stateless(lambda grads, params: (seen.append(grads["w"].dtype), grads)[1])
     tx = optax.chain(noted, optax.sgd(1.0))
     step = cg.train_step(lambda p, b: p["w"] * b.mean(), tx, accumulate=512)
-    batch = jnp.ones(512, jnp.bfloat16)
+    batch = array(np.ones(512), jnp.bfloat16)
     state, metrics = step(step.init(params), batch)
-    assert metrics["grad_norm"] == 1 and state.params["w"] == 0
+    assert float(metrics["grad_norm"]) == 1 and float(state.params["w"]) == 0
     assert metrics["loss"].dtype == state.params["w"].dtype == jnp.bfloat16
     assert set(seen) == {jnp.dtype(jnp.bfloat16)}
 
@@ -151,7 +151,29 @@ def test_auxiliary_output(parts, key):
     step = cg.train_step(with_aux, optax.sgd(0.1), has_aux=True, accumulate=parts)
     _, metrics = step(step.init(params), batch)
     assert metrics["aux"]["mean"].shape == (() if parts == 1 else (parts,))
-    np.testing.assert_allclose(np.mean(metrics["aux"]["mean"]), batch[0].mean(), rtol=1e-5)
+    np.testing.assert_allclose(np.mean(metrics["aux"]["mean"]), np.mean(batch[0]), rtol=1e-5)
+
+
+def test_the_first_state_is_copied_in_place_and_compiles_nothing(compiled):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    own, spread = np.ones(41, np.float32), jax.NamedSharding(mesh, jax.P("x"))
+    params = {
+        "NumPy": own,
+        "anywhere": jax.device_put(np.ones(43, np.float32)),
+        "there": jax.device_put(np.ones(47, np.float32), jax.devices()[3]),
+        "spread": jax.device_put(np.ones((8, 3), np.float32), spread),
+    }
+    state = cg.train_step(loss_fn, optax.sgd(0.1)).init(params)
+    assert not compiled
+    for name, copy in state.params.items():
+        given = params[name]
+        assert copy.committed == getattr(given, "committed", False), name
+        if isinstance(given, jax.Array):
+            assert copy.sharding == given.sharding, name
+            pointers = [x.addressable_shards[0].data.unsafe_buffer_pointer() for x in (copy, given)]
+            assert pointers[0] != pointers[1], name
+    own[:] = 2.0
+    assert np.all(np.asarray(state.params["NumPy"]) == 1)
 
 
 @pytest.mark.parametrize("donate", [True, False])
@@ -254,7 +276,7 @@ def test_a_loss_and_an_optimizer_that_are_swapped_are_refused():
 def test_anything_in_place_of_the_state_is_refused(wrong_state, match):
     step = cg.train_step(lambda w, x: jnp.sum(w["w"] * x), optax.sgd(0.1))
     with pytest.raises(TypeError, match=match):
-        step(*wrong_state(step.init({"w": jnp.ones(2)}), jnp.ones(2)))
+        step(*wrong_state(step.init({"w": array(np.ones(2))}), array(np.ones(2))))
 
 
 def test_what_is_no_optimizer_is_refused():
@@ -314,7 +336,7 @@ def test_wrong_error_clips_are_refused():
         cg.train_step(tagged_loss, optax.sgd(0.1), error_clip=cg.ErrorClipByValue(1.0))
     step = cg.train_step(tagged_loss, optax.sgd(0.1), error_clip={"q": None})
     with pytest.raises(ValueError, match=r"^train_step: got 'q', expected a name .*\['h'\]"):
-        step(step.init({"w": jnp.array(1.5)}), jnp.ones((4, 3)))
+        step(step.init({"w": jnp.array(1.5)}), array(np.ones((4, 3))))
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """The training step and skip_spikes, crossed: optimizers, wrappers, frameworks and arguments."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -10,12 +12,12 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
-from tests.helpers import assert_close
+from tests.helpers import array, assert_close
 from tests.rows import each_value
 from tests.training.wrappers import AROUND
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
-PARAMS = {"w": jnp.array([3.0, 4.0]), "v": jnp.array([1.0, 2.0])}
+PARAMS = {"w": array([3.0, 4.0]), "v": array([1.0, 2.0])}
 
 
 def linear(params, x):
@@ -84,7 +86,7 @@ def test_leaves_of_several_clips_are_in_the_metrics_and_apart_for_a_logger():
 def test_metrics_are_a_dictionary_and_say_so():
     step = cg.train_step(linear, optax.sgd(0.1), donate=False)
     state = step.init(PARAMS)
-    _, metrics = step(state, jnp.ones(2))
+    _, metrics = step(state, array(np.ones(2)))
     with pytest.raises(AttributeError, match=r"write metrics\['loss'\]$"):
         _ = metrics.loss
     assert not hasattr(metrics, "losss") and isinstance(metrics, dict)
@@ -92,9 +94,9 @@ def test_metrics_are_a_dictionary_and_say_so():
     assert fetched["loss"] == metrics["loss"] and fetched | {"step": 1} == {**metrics, "step": 1}
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(metrics)]
     assert paths == ["['grad_norm']", "['loss']", "['nonfinite']"]
-    _, stacked = jax.lax.scan(step, state, jnp.ones((3, 2)))
+    _, stacked = jax.lax.scan(step, state, array(np.ones((3, 2))))
     assert type(stacked) is dict and stacked["loss"].shape == (3,)
-    for stats in (cg.types.ClipStats.zero(), cg.types.ValueStats.of(jnp.ones(2))):
+    for stats in (cg.types.ClipStats.zero(), cg.types.ValueStats.of(array(np.ones(2)))):
         with pytest.raises(TypeError, match=r"write stats\.norm$"):
             stats["norm"]
         assert stats[-1] is stats.size
@@ -105,7 +107,7 @@ def test_metrics_are_a_dictionary_and_say_so():
 
 class Counting(nnx.Module):
     def __init__(self):
-        self.w, self.seen = nnx.Param(jnp.ones(2)), nnx.Variable(jnp.zeros(()))
+        self.w, self.seen = nnx.Param(array(np.ones(2))), nnx.Variable(array(np.zeros(())))
 
     def __call__(self, x):
         self.seen[...] = self.seen[...] + x.sum()
@@ -119,7 +121,10 @@ def overwriting(params, x):
 
 
 def with_scale():
-    return {"w": jnp.ones(2), "_overwrite_with_gradient": {"deep": {"scale": jnp.zeros(())}}}
+    return {
+        "w": array(np.ones(2)),
+        "_overwrite_with_gradient": {"deep": {"scale": array(np.zeros(()))}},
+    }
 
 
 # For each framework the loss, the parameters, and what is there beside the weights: the sum or the
@@ -157,25 +162,25 @@ SKIPPERS = {
 def test_a_skipped_step_leaves_the_state_of_a_model_and_what_gradients_overwrite(framework, name):
     loss, make, state_of, expected = MODELS[framework]
     step = cg.train_step(loss, SKIPPERS[name])
-    bad = jnp.array([2.0, 1.0]) if name == "skip_spikes of an update" else jnp.array([jnp.nan, 1])
-    bad = jnp.array([300.0, 1.0]) if name == "skip_spikes inside" else bad
-    state, good = step.init(make()), jnp.array([1.0, 3.0])
+    bad = array([2.0, 1.0]) if name == "skip_spikes of an update" else array([jnp.nan, 1])
+    bad = array([300.0, 1.0]) if name == "skip_spikes inside" else bad
+    state, good = step.init(make()), array([1.0, 3.0])
     for batch, seen in ((bad, 0.0), (good, expected([1.0, 3.0]))):
         state, _ = step(state, batch)
-        assert state_of(state.params) == seen
+        assert float(state_of(state.params)) == seen
 
 
 def test_a_step_that_is_taken_or_only_waits_is_not_undone():
     """apply_if_finite takes what is not finite after too many; its flag outlasts the step."""
     given_up = cg.train_step(lambda m, x: m(x), optax.apply_if_finite(optax.sgd(1.0), 0))
-    state, _ = given_up(given_up.init(Counting()), jnp.array([jnp.nan, 1.0]))
+    state, _ = given_up(given_up.init(Counting()), array([jnp.nan, 1.0]))
     assert np.isnan(state.params.seen[...])
     inside = optax.MultiSteps(optax.apply_if_finite(optax.sgd(1.0), 5), 2)
     step = cg.train_step(lambda m, x: m(jnp.where(x > 9, jnp.inf, 0) * 0 + x), inside)
     state = step.init(Counting())
     seen = []
     for value in (1.0, 1e30, 1.0):
-        state, _ = step(state, jnp.array([value, 1.0]))
+        state, _ = step(state, array([value, 1.0]))
         seen.append(float(state.params.seen[...]))
     assert seen[0] == 2.0 and seen[2] == seen[1] + 2.0
 
@@ -200,8 +205,8 @@ def test_skipped_steps_in_a_row_are_counted_whatever_the_reason(name):
     step = cg.train_step(linear, tx)
     state, counts = step.init(PARAMS), []
     for value in (1.0, 1.0, bad, bad, bad, 1.0, bad):
-        state, metrics = step(state, jnp.array([value, 0.0]))
-        opt_state = state.opt_state
+        state, metrics = step(state, array([value, 0.0]))
+        opt_state, metrics = jax.device_get((state.opt_state, metrics))
         for field in ("skipped", "skipped_consecutive", "nonfinite_consecutive"):
             assert metrics[field] == getattr(opt_state, field) == metrics["skip_spikes"][field]
         counts.append((int(opt_state.skipped_consecutive), int(opt_state.nonfinite_consecutive)))
@@ -210,10 +215,12 @@ def test_skipped_steps_in_a_row_are_counted_whatever_the_reason(name):
     assert (opt_state.skipped_count, opt_state.spike_count) == (4, 4 * finite)
 
 
+HALTING = cg.train_step(linear, cg.skip_spikes(optax.sgd(1.0), max_norm=9.0, halt=True))
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e30], ids=str)
 def test_the_norm_of_a_skipped_step_is_what_was_measured(bad):
-    step = cg.train_step(linear, cg.skip_spikes(optax.sgd(1.0), max_norm=9.0, halt=True))
-    state, metrics = step(step.init({"w": jnp.ones(2)}), jnp.array([bad, 0.0]))
+    state, metrics = HALTING(HALTING.init({"w": array(np.ones(2))}), array([bad, 0.0]))
     assert metrics["skipped"]
     shown = [metrics["grad_norm"], state.opt_state.raw_norm]
     shown += [cg.scalars(tree)["skip_spikes/raw_norm"] for tree in (metrics, state)]
@@ -232,10 +239,10 @@ LIMITS = {
 def test_the_limit_that_a_step_was_judged_by_is_in_state_and_metrics(name):
     options, limit = LIMITS[name]
     step = cg.train_step(linear, cg.skip_spikes(optax.sgd(1.0), **options))
-    state = step.init({"w": jnp.ones(1)})
+    state = step.init({"w": array(np.ones(1))})
     assert state.opt_state.limit == np.finfo(np.float32).max
     for value in (1.0, 2.0, 3.0, 2.5):
-        state, metrics = step(state, jnp.array([value]))
+        state, metrics = step(state, array([value]))
     shown = [state.opt_state.limit, metrics["skip_spikes"]["limit"]]
     shown += [cg.scalars(tree)["skip_spikes/limit"] for tree in (metrics, state)]
     np.testing.assert_allclose(shown, [limit] * 4, rtol=1e-6)
@@ -245,7 +252,8 @@ def test_the_limit_that_a_step_was_judged_by_is_in_state_and_metrics(name):
 def test_a_loss_that_is_not_finite_halts_though_its_gradient_is(halt):
     step = cg.train_step(lambda w, x: jnp.sum(w) + x, cg.skip_spikes(optax.sgd(1.0), halt=halt))
     for value in (np.nan, np.inf, -np.inf):
-        state, metrics = step(step.init(jnp.ones(2)), value)
+        state, metrics = step(step.init(array(np.ones(2))), value)
+        state, metrics = jax.device_get((state, metrics))
         assert metrics["skipped"] == (halt is not False) == (state.params == 1).all()
         assert state.opt_state.halted == (True if halt else None)
 
@@ -253,14 +261,19 @@ def test_a_loss_that_is_not_finite_halts_though_its_gradient_is(halt):
 # ---- microbatches: what they overwrite, and what they weigh
 
 
+@functools.cache
+def overwriting_step(parts):
+    return cg.train_step(overwriting, optax.sgd(0.1), accumulate=parts)
+
+
 @pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize("place", range(4))
 def test_an_overwritten_parameter_gets_the_largest_of_the_microbatches(place, parts):
     x = np.ones((8, 2), np.float32)
     x[place] = 5.0
-    step = cg.train_step(overwriting, optax.sgd(0.1), accumulate=parts)
+    step = overwriting_step(parts)
     state, _ = step(step.init(with_scale()), x)
-    assert state.params["_overwrite_with_gradient"]["deep"]["scale"] == 5.0
+    assert float(state.params["_overwrite_with_gradient"]["deep"]["scale"]) == 5.0
 
 
 def mean_over_tokens(w, batch):
@@ -317,7 +330,7 @@ def test_train_step_counts_the_statistics_of_a_microbatch_by_its_weight():
         accumulate=2,
         weight=jnp.sum,
     )
-    state, metrics = step(step.init(jnp.ones(1)), jnp.array([[1.0], [3.0]]))
+    state, metrics = step(step.init(array(np.ones(1))), array([[1.0], [3.0]]))
     np.testing.assert_allclose(state.params, 1 - 0.1 * (0.25 * 1 + 0.75 * 3), rtol=1e-6)
     shares = np.linalg.norm([0.25, 0.75])
     stats = metrics["error_clip"]["h"]
@@ -330,7 +343,7 @@ def test_weights_that_are_all_zero_count_alike(guard):
         return jnp.sum(w * 0) / jnp.maximum(jnp.sum(x), guard)
 
     step = cg.train_step(loss, optax.sgd(1.0), accumulate=2, weight=jnp.sum)
-    _, metrics = step(step.init(jnp.ones(2)), jnp.zeros(4))
+    _, metrics = step(step.init(array(np.ones(2))), array(np.zeros(4)))
     assert np.isnan(metrics["loss"]) if guard == 0 else metrics["loss"] == 0
 
 
@@ -339,7 +352,11 @@ WEIGHTS = {
     "complex": (lambda x: x.sum() * 1j, ValueError, r"weight: got complex64\[\] from it, expected"),
     "tuple": (lambda x: (x.sum(),), ValueError, "weight: got tuple from it, expected a number"),
     "number": (3.0, TypeError, "weight: got float, expected a function of a microbatch; write"),
-    "array": (jnp.ones(2), TypeError, r"weight: got float32\[2\], expected a function of a micro"),
+    "array": (
+        array(np.ones(2)),
+        TypeError,
+        r"weight: got float32\[2\], expected a function of a micro",
+    ),
 }
 
 
@@ -350,7 +367,7 @@ def test_a_wrong_weight_is_an_error(name, parts):
     match = match.replace("[2\\]", "[4\\]") if parts == 1 and name == "shape" else match
     with pytest.raises(kind, match=match):
         step = cg.train_step(linear, optax.sgd(0.1), accumulate=parts, weight=weight)
-        step(step.init(jnp.ones(())), jnp.ones(4))
+        step(step.init(array(np.ones(()))), array(np.ones(4)))
 
 
 KEYS = {"a key": lambda n: jax.random.key(n), "an old key": lambda n: jax.random.PRNGKey(n)}
@@ -362,7 +379,7 @@ def test_a_key_in_a_batch_of_microbatches_says_how_keys_are_given(make):
         noise = jax.vmap(lambda key: jax.random.normal(key, (3,)))(batch["rng"])
         return jnp.mean((batch["x"] + noise) @ w)
 
-    x, params = jnp.ones((8, 3)), jnp.ones(3)
+    x, params = array(np.ones((8, 3))), array(np.ones(3))
     whole, split = (cg.train_step(loss, optax.sgd(0.1), accumulate=k, donate=False) for k in (1, 2))
     match = r"batch: got one PRNG key at 'rng' with accumulate=2, .*write jax.random.split\(key, 8"
     with pytest.raises(ValueError, match=match):
@@ -377,7 +394,7 @@ def test_a_key_in_a_batch_of_microbatches_says_how_keys_are_given(make):
 
 class Wave(nnx.Module):
     def __init__(self):
-        self.z = nnx.Param(jnp.zeros(2, jnp.complex64))
+        self.z = nnx.Param(array(np.zeros(2), jnp.complex64))
 
 
 class Module(eqx.Module):
@@ -386,9 +403,12 @@ class Module(eqx.Module):
 
 
 FRAMEWORKS = {
-    "tree": (lambda: {"z": jnp.zeros(2, jnp.complex64), "r": jnp.ones(2)}, lambda p: p["z"]),
+    "tree": (
+        lambda: {"z": array(np.zeros(2), jnp.complex64), "r": array(np.ones(2))},
+        lambda p: p["z"],
+    ),
     "NNX": (Wave, lambda p: p.z[...]),
-    "Equinox": (lambda: Module(jnp.zeros(2, jnp.complex64)), lambda p: p.z),
+    "Equinox": (lambda: Module(array(np.zeros(2), jnp.complex64)), lambda p: p.z),
 }
 OPTIMIZERS = {
     "sgd": optax.sgd(0.1),
@@ -410,7 +430,7 @@ def test_complex_parameters_descend(framework, optimizer, parts):
         return jnp.mean(jnp.sum(jnp.abs(wave(params) - target) ** 2, axis=-1))
 
     step = cg.train_step(loss, OPTIMIZERS[optimizer], accumulate=parts)
-    state, target = step.init(make()), jnp.full((2, 2), 1 - 2j)
+    state, target = step.init(make()), array(np.full((2, 2), 1 - 2j), np.complex64)
     for _ in range(40):
         state, metrics = step(state, target)
     assert metrics["loss"] < 0.1
@@ -469,7 +489,7 @@ def test_an_average_of_what_is_to_be_skipped_is_refused(name):
     if name == "a chain outside":
         with pytest.raises(ValueError, match=match):
             step = cg.train_step(linear, tx)
-            step(cg.types.TrainState(PARAMS, functions.init(PARAMS)), jnp.ones(2))
+            step(cg.types.TrainState(PARAMS, functions.init(PARAMS)), array(np.ones(2)))
 
 
 def test_an_average_that_asks_before_it_adds_may_have_skip_spikes_inside():
@@ -477,7 +497,7 @@ def test_an_average_that_asks_before_it_adds_may_have_skip_spikes_inside():
         cg.skip_spikes(optax.sgd(1.0)), 2, should_skip_update_fn=optax.skip_not_finite
     )
     step = cg.train_step(linear, tx)
-    state = step.init({"w": jnp.zeros(2)})
+    state = step.init({"w": array(np.zeros(2))})
     for value in (1.0, jnp.nan, 1.0):
-        state, _ = step(state, jnp.full(2, value))
+        state, _ = step(state, array([value, value]))
     np.testing.assert_array_equal(state.params["w"], [-1.0, -1.0])

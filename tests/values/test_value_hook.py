@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import clipgrad._programs as _programs
 from clipgrad._values import ValueHook, named_values, value_hook
 from tests.error_clips.tagged import X, step
-from tests.helpers import assert_close, assert_same
+from tests.helpers import array, assert_close, assert_same
 from tests.rows import first_row
 from tests.values.value_programs import PROGRAMS
 
@@ -44,7 +44,7 @@ tapped.defvjp(lambda x, tap: (x, None), lambda _, g: (g, jnp.sum(g)))
 class Taps(Sums):
     """Multiplies values by a factor, and lets the sums of their cotangents out."""
 
-    factor: jax.Array = dataclasses.field(default_factory=lambda: jnp.ones(()))
+    factor: jax.Array = dataclasses.field(default_factory=lambda: array(np.ones(())))
     only: str | None = None
 
     def wants(self, name, kind, used):
@@ -98,9 +98,9 @@ def test_taps_bring_the_cotangents_out_and_what_is_replaced_goes_on(name):
 
     # The one program with a `shard_map` is on four devices.
     devices = (4,) if name == "shard_map" else ()
-    taps = {p: jnp.zeros((*devices, *v.place.nest)) for p, v in values.items()}
+    taps = {p: array(np.zeros((*devices, *v.place.nest))) for p, v in values.items()}
     gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
-    grad, sums, by_factor = gradients(X, taps, jnp.ones(()))
+    grad, sums, by_factor = gradients(X, taps, array(np.ones(())))
     plain = jax.jit(jax.grad(lambda x: jnp.sum(jnp.cos(model(x, tagged)))))(X)
     np.testing.assert_allclose(grad, plain, rtol=1e-6, atol=1e-6)
     assert {p: s.shape for p, s in sums.items()} == {p: t.shape for p, t in taps.items()}

@@ -17,7 +17,7 @@ from clipgrad._values import value_stats
 from tests.error_clips.framework_models import Transformer, linen
 from tests.error_clips.framework_models import X as inputs
 from tests.error_clips.tagged import X, loss_of, scanned
-from tests.helpers import assert_close, assert_same, operations
+from tests.helpers import array, assert_close, assert_same, operations
 from tests.rows import each_value, first_row, some_of
 from tests.values.value_programs import COUNTED, PROGRAMS, in_a_while
 
@@ -47,10 +47,13 @@ def assert_stats(stats, values, axis=None, rtol=1e-6):
     """The statistics of arrays, with leading axes of scans if there is a list for each step."""
     with np.errstate(all="ignore"):
         expected = reference(values, axis)
-    for name in PROPERTIES:
-        np.testing.assert_allclose(
-            getattr(stats, name), expected[name], rtol=rtol, err_msg=name, equal_nan=True
-        )
+    for name, numbers in numbers_of(stats).items():
+        np.testing.assert_allclose(numbers, expected[name], rtol=rtol, err_msg=name, equal_nan=True)
+
+
+@jax.jit
+def numbers_of(stats):
+    return {name: getattr(stats, name) for name in PROPERTIES}
 
 
 # ---- one array ----------------------------------------------------------------------------------
@@ -80,9 +83,9 @@ def test_the_statistics_of_an_array_are_those_of_numpy(name, axis):
     value = ARRAYS[name]
     if axis is not None and value.ndim == 0:
         with pytest.raises(ValueError, match=r"axis: got .*, expected an axis of an array of sha"):
-            cg.types.ValueStats.of(jnp.asarray(value, jnp.float32), axis)
+            cg.types.ValueStats.of(array(value), axis)
         return
-    x = jnp.asarray(value, jnp.complex64 if value.dtype.kind == "c" else jnp.float32)
+    x = array(value, jnp.complex64 if value.dtype.kind == "c" else jnp.float32)
     stats = cg.types.ValueStats.of(x, axis)
     assert stats.max.shape == (() if axis is None else (x.shape[axis],))
     if name != "inf" and name != "NaN":
@@ -95,7 +98,7 @@ def test_the_statistics_of_an_array_are_those_of_numpy(name, axis):
 
 
 def test_float64_stays_and_what_is_no_array_of_floating_numbers_is_refused():
-    for value in (3, [1.0], jnp.arange(3), None):
+    for value in (3, [1.0], array(np.arange(3), np.int32), None):
         with pytest.raises(TypeError, match="x: got .*, expected an array of floating or compl"):
             cg.types.ValueStats.of(value)
     with jax.enable_x64():
@@ -106,11 +109,9 @@ def test_float64_stays_and_what_is_no_array_of_floating_numbers_is_refused():
 
 
 def test_statistics_of_parts_join_to_those_of_the_whole():
-    parts = [
-        cg.types.ValueStats.of(jnp.asarray(v, jnp.float32)) for v in (ARRAYS["large"], [[1.0]])
-    ]
+    parts = [cg.types.ValueStats.of(array(v)) for v in (ARRAYS["large"], [[1.0]])]
     assert_stats(parts[0].joined(parts[1]), [ARRAYS["large"], [[1.0]]])
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *parts)
+    stacked = jax.tree.map(lambda *x: np.stack(x), *parts)
     assert_same(stacked.over(0), parts[0].joined(parts[1]))
 
 
@@ -166,7 +167,7 @@ def test_each_step_of_a_scan_has_an_entry(reverse):
 
 
 def entry(stats, i):
-    return jax.tree.map(lambda s: s[i], stats)
+    return jax.tree.map(lambda s: np.asarray(s)[i], stats)
 
 
 @pytest.mark.parametrize("trips", [0, 3])
@@ -180,7 +181,7 @@ def test_the_iterations_of_a_loop_of_unknown_length_are_joined(trips):
         return lax.while_loop(lambda s: s[0] < n, body, (0, x))[1]
 
     result, stats = jax.jit(cg.with_value_stats(model))(X, trips)
-    np.testing.assert_allclose(result, X * 2**trips)
+    np.testing.assert_allclose(result, np.asarray(X) * 2**trips)
     assert_stats(stats["net"], [np.asarray(X, np.float64) * 2**i for i in range(1, trips + 1)])
 
 
@@ -214,9 +215,7 @@ def test_devices_count_together_and_what_they_share_once_where_jax_knows(check):
 
     fun = jax.shard_map(model, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"), check_vma=check)
     x, y = np.asarray(X, np.float64), np.array([1.0, -2.0, 3.0])
-    stats = jax.jit(cg.with_value_stats(fun, watch=["**", "net"]))(X, jnp.asarray(y, jnp.float32))[
-        1
-    ]
+    stats = jax.jit(cg.with_value_stats(fun, watch=["**", "net"]))(X, array(y))[1]
     times = 1 if check else 2
     assert_stats(stats["own"], [2 * x] * times)
     assert_stats(stats["shared"], [3 * y] * (1 if check else 4))
@@ -414,7 +413,7 @@ def test_a_training_step_measures_the_values_before_it(accumulate, has_aux):
     watch = {"attn": None, "logits": -1}
     step = cg.train_step(loss, optax.sgd(0.1), watch_values=watch, **options)
     plain = cg.train_step(loss, optax.sgd(0.1), **options)
-    params = {"w": jnp.linspace(-1.0, 2.0, 9).reshape(3, 3)}
+    params = {"w": array(np.linspace(-1.0, 2.0, 9).reshape(3, 3))}
     state, metrics = step(step.init(params), X)
     other, without = plain(plain.init(params), X)
     assert_close(state, other, rtol=1e-5)
