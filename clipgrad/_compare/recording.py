@@ -161,7 +161,7 @@ class Recording:
     def measure(self, record: Record, kinds: Sequence[str] = MEASURED) -> None:
         """Add how far rounding moves numbers of a record to the rows of some kinds."""
         program, rows = self.traced.program, record.rows
-        run = self._runner(lambda leaves, seed: rounded(program, leaves, seed))
+        run = self._runner(lambda leaves, seed: rounded(program, leaves, seed), RUNS)
         runs = (self._rows(run(self.leaves, jnp.uint32(i)), False) for i in range(1, 1 + RUNS))
         sketches = {i: rows[i].numbers.sketch for kind in kinds for i in record.of(kind)}
         known = {i: x for i, x in sketches.items() if x is not None}
@@ -176,7 +176,7 @@ class Recording:
     @functools.cached_property
     def _by_pieces(self) -> ByPieces:
         run = lambda leaves: evaluate(self.traced.program, leaves, Inlined())  # noqa: E731
-        return ByPieces(run, self._jit, self._taken)
+        return ByPieces(run, jit_by_size(self.traced.program), self._taken)
 
     @functools.cached_property
     def is_by_pieces(self) -> bool:
@@ -191,18 +191,15 @@ class Recording:
         most, with_taken = self._by_pieces.sizes(self.leaves)
         return with_taken - most <= max(MOST_WHOLE, most // 2)
 
-    @property
-    def _jit(self) -> Callable[..., Callable]:
-        return jit_by_size(self.traced.program)
-
     def _jitted(self, hook: Hook) -> Callable[[list], list]:
         program = self.traced.program
         constant = hook.constant
         run = lambda leaves: evaluate(program, [constant(x, None) for x in leaves], hook)  # noqa: E731
         return self._runner(run)
 
-    def _runner(self, run: Callable[..., list]) -> Callable[..., list]:
-        return ByPieces(run, self._jit, self._taken) if self.is_by_pieces else self._jit(run)
+    def _runner(self, run: Callable[..., list], runs: int = 1) -> Callable[..., list]:
+        jit = jit_by_size(self.traced.program, runs)
+        return ByPieces(run, jit, self._taken) if self.is_by_pieces else jit(run)
 
     @functools.cached_property
     def _taken(self) -> dict[int, Callable[[Any], np.ndarray]]:

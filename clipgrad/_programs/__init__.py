@@ -16,7 +16,6 @@ from clipgrad._programs.closures import watched as watched
 from clipgrad._programs.closures import with_explicit_closures as with_explicit_closures
 from clipgrad._programs.compiled import jit_by_size as jit_by_size
 from clipgrad._programs.compiled import low_jit as low_jit
-from clipgrad._programs.compiled import middle_jit as middle_jit
 from clipgrad._programs.compiled import settings_of_runs as settings_of_runs
 from clipgrad._programs.elements import at_first as at_first
 from clipgrad._programs.elements import dtype_of as dtype_of
