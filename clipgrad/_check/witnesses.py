@@ -113,7 +113,7 @@ class Witness:
 
 
 def _jit_of(function: CheckedFunction, runs: int) -> Callable[[Callable], Callable]:
-    """`jax.jit` for so many gradients of a function in float64; of work the function says enough."""
+    """`jax.jit` for so many gradients of a function in float64."""
     if function.program is None:
         return _programs.low_jit
     return _programs.jit_by_size(function.program, runs, is_wide=True)

@@ -76,7 +76,7 @@ def _products(equation: JaxprEqn) -> int:
     if equation.primitive is not conv_general_dilated_p:
         return 1
     kernel: Any = equation.invars[1].aval
-    return kernel.size // kernel.shape[equation.params["dimension_numbers"].rhs_spec[0]]
+    return kernel.size // max(1, kernel.shape[equation.params["dimension_numbers"].rhs_spec[0]])
 
 
 @functools.cache
