@@ -103,7 +103,8 @@ def _host_sums(flat: np.ndarray, start: int) -> np.ndarray:
         flat = np.where(finite, flat, np.zeros((), flat.dtype))
         largest = _largest(flat)
     if not np.all((largest == 0) | (largest > TINY) & (largest < 1 / TINY)):
-        return np.concatenate([_sketch_sums(flat, position, np)[..., :-1], code], axis=-1)
+        sums = _sketch_sums(flat.astype(np.float64), position, np)
+        return np.concatenate([sums[..., :-1], code], axis=-1)
     wide = flat.astype(np.float64)
     norm = np.sqrt(np.einsum("...i,...i->...", wide, wide))[..., None]
     large = np.zeros((*flat.shape[:-1], NUMBERS))
@@ -123,7 +124,8 @@ def _host_buckets(flat: np.ndarray, start: int) -> np.ndarray:
     """The sums of elements, each with its sign and in its bucket, in NumPy."""
     lead, size = flat.shape[:-1], flat.shape[-1]
     signs, shifts = _host_turns(size, start)
-    signed = np.zeros((*lead, len(shifts) * NUMBERS), np.promote_types(flat.dtype, np.float32))
+    dtype = flat.dtype if flat.dtype.itemsize > 2 else np.float32
+    signed = np.zeros((*lead, len(shifts) * NUMBERS), dtype)
     np.multiply(flat, signs, out=signed[..., :size], casting="same_kind")
     rows = signed.reshape(*lead, len(shifts), NUMBERS)
     twice = np.concatenate([rows, rows], axis=-1)  # so a row that is turned is one piece of memory
