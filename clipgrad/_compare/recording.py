@@ -176,7 +176,7 @@ class Recording:
     @functools.cached_property
     def _by_pieces(self) -> ByPieces:
         run = lambda leaves: evaluate(self.traced.program, leaves, Inlined())  # noqa: E731
-        return ByPieces(run, jit_by_size(self.traced.program), self._taken)
+        return ByPieces(run, self._jit(), self._taken)
 
     @functools.cached_property
     def is_by_pieces(self) -> bool:
@@ -198,8 +198,14 @@ class Recording:
         return self._runner(run)
 
     def _runner(self, run: Callable[..., list], runs: int = 1) -> Callable[..., list]:
-        jit = jit_by_size(self.traced.program, runs)
+        jit = self._jit(runs)
         return ByPieces(run, jit, self._taken) if self.is_by_pieces else jit(run)
+
+    def _jit(self, runs: int = 1) -> Callable[..., Callable]:
+        """`jax.jit`, with little optimization unless that could take twice the gradient's memory."""
+        has_room = self.is_by_pieces or _most_whole(self.record) <= MOST_WHOLE
+        is_brief = has_room and not self.sketched
+        return jit_by_size(self.traced.program, runs) if is_brief else jax.jit
 
     @functools.cached_property
     def _taken(self) -> dict[int, Callable[[Any], np.ndarray]]:
