@@ -202,7 +202,7 @@ class Recording:
         return ByPieces(run, jit, self._taken) if self.is_by_pieces else jit(run)
 
     def _jit(self, runs: int = 1) -> Callable[..., Callable]:
-        """`jax.jit`, with little optimization unless that could take twice the gradient's memory."""
+        """`jax.jit`, with little optimization unless that could take much more memory."""
         has_room = self.is_by_pieces or _most_whole(self.record) <= MOST_WHOLE
         is_brief = has_room and not self.sketched
         return jit_by_size(self.traced.program, runs) if is_brief else jax.jit
