@@ -15,6 +15,7 @@ from clipgrad._check import vectors
 from clipgrad._check.checked_function import CheckedFunction
 from clipgrad._check.float64 import AXIS, Unsupported, Wide, held, in_float64
 from clipgrad._check.tolerances import (
+    EVALUATIONS,
     LONG,
     ODD,
     OUTPUTS_AT_ONCE,
@@ -31,6 +32,7 @@ from clipgrad._check.verdict import FiniteDifferences
 from clipgrad._programs import (
     Parts,
     computed_types,
+    jit_by_size,
     one_promotion,
     rounded,
     rounded_in_float64,
@@ -68,7 +70,9 @@ class Evaluation:
         self.batch = 2 * int(
             np.clip(OUTPUTS_AT_ONCE // max(2 * self._size, 1), 1, SLOPE_MOVES // 2)
         )
-        self._run = self._looped_in_python if program is None else _programs.low_jit(self._looped)
+        self._run = self._looped_in_python
+        if program is not None:
+            self._run = jit_by_size(program, EVALUATIONS, self.is_wide)(self._looped)
         self._rounded = _programs.low_jit(self._rounded_outputs)
 
     def context(self) -> contextlib.AbstractContextManager:

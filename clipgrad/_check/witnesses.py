@@ -18,6 +18,7 @@ from clipgrad._check.user_code import UserError, call_compiled, call_user
 from clipgrad._programs import Parts, rounded_in_float64
 
 Call = Callable[[list, _programs.Hook | None], Any]
+GRADIENTS = 4  # by two cotangents at two points
 
 
 class VJP(NamedTuple):
@@ -70,8 +71,9 @@ class Witness:
     """
 
     def __init__(self, call: Call, function: CheckedFunction):
-        self.call, self._outputs = call, function.outputs
-        self._run = _programs.low_jit(lambda leaves: call_user(call, leaves, None))
+        self.call, self._function, self._outputs = call, function, function.outputs
+        jit = _jit_of(function, GRADIENTS)
+        self._run = jit(lambda leaves: call_user(call, leaves, None))
         self._platform = next(iter(function.inputs[0].devices())).platform
         self._moved: Callable | None = None
 
@@ -104,9 +106,17 @@ class Witness:
     def _traced(self, inputs: list) -> Callable:
         hook, platform = _programs.NoRules(jnp.float64), self._platform
         program = jax.make_jaxpr(lambda leaves: self.call(leaves, hook))(inputs)
-        return _programs.low_jit(
+        jit = _jit_of(self._function, GRADIENTS * RUNS_OF_GRADIENT)
+        return jit(
             lambda leaves, seed, parts: rounded_in_float64(program, leaves, seed, parts, platform)
         )
+
+
+def _jit_of(function: CheckedFunction, runs: int) -> Callable[[Callable], Callable]:
+    """`jax.jit` for so many gradients of a function in float64."""
+    if function.program is None:
+        return _programs.low_jit
+    return _programs.jit_by_size(function.program, runs, is_wide=True)
 
 
 class Witnesses(NamedTuple):

@@ -78,7 +78,6 @@ class Recording:
       loss: the loss, if it is one.
       remade: makes the recording again, see `recording_of`.
       is_large: whether values and cotangents are too large to be all there.
-      is_brief: whether it runs once, so that little optimization may take less than to optimize.
       parts: for each row that is a part of a gradient that number and the elements of its flat
         array, see `add_part`.
     """
@@ -92,7 +91,6 @@ class Recording:
     loss: TracedLoss | None = None
     remade: Callable[..., "Recording"] | None = None
     is_large: bool = False
-    is_brief: bool = False
     parts: dict[int, tuple[int, np.ndarray]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -111,7 +109,7 @@ class Recording:
         """The recording of the same program, with values of the lines in some scopes."""
         assert self.remade is not None
         more = self.remade(lines=True, scopes=scopes, with_gradients=with_gradients)
-        return dataclasses.replace(more, loss=self.loss, is_brief=True)
+        return dataclasses.replace(more, loss=self.loss)
 
     def run(self, dtype: Any = None, floor: bool = False, whole: bool = False) -> Record:
         """The record with its numbers, evaluated in a wider type if there is one.
@@ -163,9 +161,7 @@ class Recording:
     def measure(self, record: Record, kinds: Sequence[str] = MEASURED) -> None:
         """Add how far rounding moves numbers of a record to the rows of some kinds."""
         program, rows = self.traced.program, record.rows
-        run = self._runner(
-            lambda leaves, seed: rounded(program, leaves, seed), jit_by_size(program)
-        )
+        run = self._runner(lambda leaves, seed: rounded(program, leaves, seed), RUNS)
         runs = (self._rows(run(self.leaves, jnp.uint32(i)), False) for i in range(1, 1 + RUNS))
         sketches = {i: rows[i].numbers.sketch for kind in kinds for i in record.of(kind)}
         known = {i: x for i, x in sketches.items() if x is not None}
@@ -180,7 +176,7 @@ class Recording:
     @functools.cached_property
     def _by_pieces(self) -> ByPieces:
         run = lambda leaves: evaluate(self.traced.program, leaves, Inlined())  # noqa: E731
-        return ByPieces(run, self._jit, self._taken)
+        return ByPieces(run, self._jit(), self._taken)
 
     @functools.cached_property
     def is_by_pieces(self) -> bool:
@@ -195,20 +191,21 @@ class Recording:
         most, with_taken = self._by_pieces.sizes(self.leaves)
         return with_taken - most <= max(MOST_WHOLE, most // 2)
 
-    @property
-    def _jit(self) -> Callable[..., Callable]:
-        return jit_by_size(self.traced.program) if self.is_brief else jax.jit
-
     def _jitted(self, hook: Hook) -> Callable[[list], list]:
         program = self.traced.program
         constant = hook.constant
         run = lambda leaves: evaluate(program, [constant(x, None) for x in leaves], hook)  # noqa: E731
-        return self._runner(run, self._jit)
+        return self._runner(run)
 
-    def _runner(
-        self, run: Callable[..., list], jit: Callable[..., Callable]
-    ) -> Callable[..., list]:
+    def _runner(self, run: Callable[..., list], runs: int = 1) -> Callable[..., list]:
+        jit = self._jit(runs)
         return ByPieces(run, jit, self._taken) if self.is_by_pieces else jit(run)
+
+    def _jit(self, runs: int = 1) -> Callable[..., Callable]:
+        """`jax.jit`, with little optimization unless that could take much more memory."""
+        has_room = self.is_by_pieces or _most_whole(self.record) <= MOST_WHOLE
+        is_brief = has_room and not self.sketched
+        return jit_by_size(self.traced.program, runs) if is_brief else jax.jit
 
     @functools.cached_property
     def _taken(self) -> dict[int, Callable[[Any], np.ndarray]]:

@@ -4,12 +4,13 @@ Such a program is cut into pieces, and equal pieces are one compiled function: 3
 the time of a few. Cuts depend on the operations around them alone, so that layers are cut alike.
 """
 
+import dataclasses
 import functools
 import itertools
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from clipgrad._programs.elements import byte_count, dtype_of, is_reference
 from clipgrad._programs.evaluate import FreedValues, Hook, ProgramValues, bind
+from clipgrad._programs.free_memory import return_free_memory
 from clipgrad._programs.kinds import (
     called_program,
     detaches,
@@ -37,6 +39,9 @@ from clipgrad._programs.widen import Widen
 LEAST, MOST = 16, 64  # the operations of a piece, but for the last one
 AHEAD = 4  # the operations behind a cut that decide where it is
 REPEATED = 2  # to compile a piece, and to call it for each layer, has costs of its own
+# The bytes of freed arrays that are worth a look at the whole heap, and how much of all arrays at
+# the peak there may be besides: to get pages again for each array takes as long as to compute it.
+WORTHWHILE, SPARE = 2**24, 1 / 8
 
 
 # Compiled pieces, as long as a program has them: two versions of one program share most of them.
@@ -81,17 +86,18 @@ def _inlined_equations(program: Any) -> Iterator[JaxprEqn]:
             yield equation
 
 
-class Piece(NamedTuple):
-    """Some operations of a program, one behind the other, or a scan.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Piece:
+    """Some operations of a program, one behind the other.
 
     Attributes:
-      run: computes them, compiled; equal pieces share it. Of a scan that is opened an `OpenedScan`.
+      run: computes them, compiled; equal pieces share it.
       inputs, outputs: what they read of what is before, and what is read behind or taken.
       freed: what nothing behind them reads.
       taken: what becomes of outputs, see `ByPieces`.
     """
 
-    run: Any
+    run: Callable[..., Any]
     inputs: list[Var]
     outputs: list[Var]
     freed: list[Var]
@@ -99,10 +105,7 @@ class Piece(NamedTuple):
 
     def __call__(self, values: dict[Var, Any]) -> dict[Var, np.ndarray]:
         """Compute the outputs, and free what nothing reads; return what is taken of them."""
-        outputs = self.run(*(values[v] for v in self.inputs))
-        noted: dict[Var, np.ndarray] = {}
-        if isinstance(self.run, OpenedScan):
-            outputs, noted = outputs
+        outputs, noted = self.computed(*(values[v] for v in self.inputs))
         values.update(zip(self.outputs, outputs, strict=True))
         # A CPU would allocate the results of many pieces before it has computed the first.
         jax.block_until_ready(outputs)
@@ -111,12 +114,30 @@ class Piece(NamedTuple):
             del values[v]
         return noted
 
+    def computed(self, *operands: Any) -> tuple[list, dict[Var, np.ndarray]]:
+        """The outputs, and what has been taken of others."""
+        return self.run(*operands), {}
+
     @property
     def bytes_taken(self) -> int:
         """The bytes of what is taken at once."""
-        if isinstance(self.run, OpenedScan):
-            return self.run.bytes_at_once
         return sum(map(byte_count, self.taken))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OpenedPiece(Piece):
+    """A scan that runs some steps at a time; what it stacks is taken while it runs."""
+
+    run: OpenedScan
+
+    def computed(self, *operands: Any) -> tuple[list, dict[Var, np.ndarray]]:
+        """The outputs, and what has been taken of each step."""
+        return self.run(*operands)
+
+    @property
+    def bytes_taken(self) -> int:
+        """The bytes of what is taken at once."""
+        return self.run.bytes_at_once
 
 
 class ByPieces:
@@ -140,6 +161,7 @@ class ByPieces:
         self._program: Any = None
         self._pieces: list[Piece] = []
         self._outputs: list[Any] = []
+        self._returns: list[bool] = []
 
     def __call__(self, *inputs: Any) -> list:
         self._trace(inputs)
@@ -147,7 +169,9 @@ class ByPieces:
         values = dict(zip(jaxpr.invars, map(jnp.asarray, jax.tree.leaves(inputs)), strict=True))
         values |= dict(zip(jaxpr.constvars, constants, strict=True))
         noted: dict[Var, np.ndarray] = {}
-        for piece in self._pieces:
+        for piece, is_returned in zip(self._pieces, self._returns, strict=True):
+            if is_returned:
+                return_free_memory()
             noted |= piece(values)
         results = []
         for i, v in enumerate(self._outputs):
@@ -161,21 +185,38 @@ class ByPieces:
     def sizes(self, *inputs: Any) -> tuple[int, int]:
         """The most bytes that live behind a piece, and with what is taken there."""
         self._trace(inputs)
-        jaxpr = opened(self._program)[0]
-        alive = {*jaxpr.invars, *jaxpr.constvars}
-        most, with_taken = 0, 0
-        for piece in self._pieces:
-            alive |= {v for v in piece.outputs if not (v in piece.taken and v in piece.freed)}
-            size = sum(map(byte_count, alive))
-            most, with_taken = max(most, size), max(with_taken, size + piece.bytes_taken)
-            alive -= {*piece.freed}
-        return most, with_taken
+        pairs = list(zip(self._live(), self._pieces, strict=True))
+        with_taken = (size + piece.bytes_taken for size, piece in pairs)
+        return max((size for size, _ in pairs), default=0), max(with_taken, default=0)
 
     def _trace(self, inputs: tuple) -> None:
         if self._program is None:
             self._program = jax.make_jaxpr(self._function)(*inputs)
             cutting = _Cutting(self._program, self._taken)
             self._pieces, self._outputs = cutting.pieces(self._jit), cutting.results
+            self._returns = list(self._where_to_return())
+
+    def _live(self) -> Iterator[int]:
+        """The bytes that live behind each piece, before anything is freed."""
+        jaxpr = opened(self._program)[0]
+        alive = {*jaxpr.invars, *jaxpr.constvars}
+        for piece in self._pieces:
+            alive |= {v for v in piece.outputs if not (v in piece.taken and v in piece.freed)}
+            yield sum(map(byte_count, alive))
+            alive -= {*piece.freed}
+
+    def _where_to_return(self) -> Iterator[bool]:
+        """Whether free memory is returned before each piece.
+
+        Where arrays, and those that were freed since, would need more than arrays at the peak do.
+        """
+        live, free = list(self._live()), 0
+        most = (1 + SPARE) * max(live, default=0)
+        for size, piece in zip(live, self._pieces, strict=True):
+            is_returned = free >= WORTHWHILE and size + free > most
+            yield is_returned
+            freed = sum(map(byte_count, {*piece.freed, *piece.taken}))
+            free = freed + (0 if is_returned else free)
 
 
 class _Cutting:
@@ -246,7 +287,7 @@ class _Cutting:
         run = OpenedScan(equation, jit, of_steps, outputs, constants)
         inputs = [v for v in run.operands if type(v) is not Literal and v not in constants]
         ended = self._freed([*inputs, *(v for v in outputs if v in taken)], number + 1)
-        return Piece(run, inputs, outputs, ended, taken)
+        return OpenedPiece(run, inputs, outputs, ended, taken)
 
     def _is_read(self, v: Var, end: int) -> bool:
         """Whether an operation from a number on reads a variable, or whoever asks for results."""

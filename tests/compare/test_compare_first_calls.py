@@ -1,5 +1,7 @@
 """What a first call of `compare` and of `check_grads` compiles and runs."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -104,6 +106,18 @@ def test_a_loop_of_python_is_compared_by_operations_that_are_compiled_once(monke
         assert (own.module, own.step) == (its.module, its.step)
         np.testing.assert_allclose(own.value, its.value, rtol=0.1, atol=1e-6)
         np.testing.assert_allclose(own.value_tolerance, its.value_tolerance, rtol=1, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("size", "sketched", "is_brief"), [(3, False, True), (3, True, False), (4000, False, False)]
+)
+def test_what_could_take_much_more_memory_keeps_xlas_own_optimization(size, sketched, is_brief):
+    """Programs that are compiled whole, with sketches in them or with large arguments."""
+    made = recorded_loss(lambda w, x: jnp.mean(x @ w), (W, X), {}, 0, False)
+    made = dataclasses.replace(made, sketched=sketched)
+    for row in made.record.rows[:1]:
+        row.numbers = row.numbers._replace(whole=np.zeros((size, size), np.float32))
+    assert (made._jit() is not jax.jit) is is_brief
 
 
 @pytest.mark.slow

@@ -1,11 +1,13 @@
 """Programs that run piece by piece, equal pieces compiled once."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clipgrad._programs import ByPieces, is_repetitive, opened_scans
+from clipgrad._programs import ByPieces, free_memory, is_repetitive, opened_scans, pieces
 from tests.helpers import array
 
 W = array(np.random.default_rng(0).normal(size=(3, 3)) * 0.5)
@@ -121,6 +123,34 @@ def test_what_nothing_reads_any_more_is_freed():
     before = sum(x.nbytes for x in jax.live_arrays())
     ByPieces(function, watched)(w, x)
     assert max(live) - before < 1.25 * (sizes.temp_size_in_bytes + sizes.output_size_in_bytes)
+
+
+@pytest.mark.parametrize(("worthwhile", "spare"), [(2**14, 0.0), (2**40, 0.0), (2**14, 100.0)])
+def test_free_memory_is_returned_where_it_would_need_more_than_the_arrays(
+    worthwhile, spare, monkeypatch
+):
+    """Not where little is free, nor where what is free fits beside what lives."""
+    returned = []
+    monkeypatch.setattr(pieces, "WORTHWHILE", worthwhile)
+    monkeypatch.setattr(pieces, "SPARE", spare)
+    monkeypatch.setattr(pieces, "return_free_memory", lambda: returned.append(1))
+    w, x = jnp.ones((8, 8)) / 8, jnp.ones((128, 8))
+    assert_same(layers(40), w, x)
+    assert bool(returned) == ((worthwhile, spare) == (2**14, 0.0))
+
+
+@pytest.mark.parametrize("platform", ["linux", "darwin", "win32"])
+@pytest.mark.parametrize("has_trim", [True, False])
+def test_free_memory_is_returned_by_glibc_alone(platform, has_trim, monkeypatch):
+    """And elsewhere nothing happens: not on another system, nor with another C library."""
+    trimmed = []
+    library = types.SimpleNamespace(**({"malloc_trim": trimmed.append} if has_trim else {}))
+    monkeypatch.setattr(free_memory.sys, "platform", platform)
+    monkeypatch.setattr(free_memory.ctypes, "CDLL", lambda name: library)
+    free_memory._trim.cache_clear()
+    free_memory.return_free_memory()
+    free_memory._trim.cache_clear()
+    assert trimmed == ([0] if has_trim and platform == "linux" else [])
 
 
 def scanned(length):
