@@ -23,6 +23,9 @@ from clipgrad._arrays.losses import loss_and_aux as loss_and_aux
 from clipgrad._arrays.norms import AxisName as AxisName
 from clipgrad._arrays.norms import Norm as Norm
 from clipgrad._arrays.norms import check_order as check_order
+from clipgrad._arrays.norms import count_nonfinite as count_nonfinite
+from clipgrad._arrays.norms import count_true as count_true
+from clipgrad._arrays.norms import count_unless as count_unless
 from clipgrad._arrays.norms import global_norm as global_norm
 from clipgrad._arrays.norms import group_norms as group_norms
 from clipgrad._arrays.norms import slice_norms as slice_norms

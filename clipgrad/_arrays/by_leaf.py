@@ -54,14 +54,14 @@ def looped(function: Callable[..., Any], *numbers: jax.Array) -> Any:
     axes = frozenset[str]().union(*map(varying_axes, numbers))  # inside of `shard_map`
     varying = functools.partial(jax.tree.map, lambda x: to_varying(x, axes))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, *numbers))
-    # Whether the loop is at its end is no constant, or XLA would take it apart.
-    ended = jnp.any(numbers[0] < 0)
+    # What ends the loop is no constant, or XLA would take it apart, and it needs no kernel.
+    first = numbers[0]
 
     def turn(carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
-        del carry
-        return varying((jnp.array(True), function(*numbers)))
+        return varying((jnp.full_like(carry[0], -1), function(*numbers)))
 
-    return jax.lax.while_loop(lambda carry: ~carry[0], turn, varying((ended, zeros)))[1]
+    loop = jax.lax.while_loop(lambda carry: ~jnp.any(carry[0] < 0), turn, varying((first, zeros)))
+    return loop[1]
 
 
 @looped.defjvp

@@ -9,8 +9,8 @@ From a clip to the sum of squares, top down:
 * ``clip_by_global_norm(1.0).update`` (``_clip/gradient_clip.py``) selects leaves, measures, scales;
 * ``measured_norms`` (``_clip/clipping.py``) asks the rule;
 * ``ClipByGlobalNorm.measure`` (``_clip/rules/global_norm.py``) asks for one norm of all leaves;
-* here: ``tree_norm`` names one group of all leaves, ``_norms_of_squares`` takes the plain sums
-  (``_plain_sums``, the sum of squares) and ``_in_range`` what stands in for those out of range.
+* here: ``tree_norm`` names one group of all leaves, ``_norms_of_squares`` takes the sums of their
+  ``square``, and ``_in_range`` what stands in for sums out of range.
 """
 
 import contextlib
@@ -36,7 +36,6 @@ from clipgrad._arrays.numbers import (
     quotient,
     real_or_absolute,
     real_product,
-    square,
     times,
     widest,
     with_real_dtype,
@@ -64,9 +63,10 @@ from clipgrad._arrays.sums import (
     joined_leaves,
     unless_out_of_range,
     wide_sum,
+    wide_sums,
 )
 from clipgrad._arrays.trees import check_is_tree, clippable_leaves, described, shown
-from clipgrad._compat import tracks_varying, varying_axes
+from clipgrad._compat import to_varying, tracks_varying, varying_axes
 from clipgrad._errors import warn
 
 # A `PartitionSpec` says that every leaf is spread over the axes in it.
@@ -82,11 +82,13 @@ class Norm(NamedTuple):
       divisor: the root to compare with and to divide by: NaN where it is not finite, small where
         it is 0. As in optax it is a square root, not a choice of two, and all that a clip uses:
         XLA rounds quotients of anything else otherwise.
+      nonfinite: how many elements are NaN or inf; ``None`` if nobody asked.
     """
 
     root: jax.Array
     scale: jax.Array
     divisor: jax.Array
+    nonfinite: jax.Array | None = None
 
     @classmethod
     def of(cls, root: jax.Array, scale: jax.Array) -> "Norm":
@@ -122,11 +124,13 @@ class _Kind(NamedTuple):
       ord: its order.
       mean: whether it is of the mean instead of the sum (rms).
       as_optax: whether squares are added up in the order and the dtype in which optax adds them.
+      counts: whether NaN and inf are counted; of order 2, and of one group of whole leaves.
     """
 
     ord: float
     mean: bool = False
     as_optax: bool = True
+    counts: bool = False
 
 
 @explain_call()
@@ -223,12 +227,19 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names))
 
 
-def tree_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> Norm:
-    """`global_norm` as a `Norm`, which can be larger than its dtype can hold."""
-    kind, names = _Kind(check_order("ord", ord)), mapped_names(axis_name)
+def tree_norm(
+    tree: Any, ord: float = 2, axis_name: AxisName = None, counts: bool = False
+) -> Norm:
+    """`global_norm` as a `Norm`, which can be larger than its dtype can hold.
+
+    With ``counts=True`` a norm of order 2 has the number of elements that are NaN or inf.
+    """
+    ord, names = check_order("ord", ord), mapped_names(axis_name)
+    kind = _Kind(ord, counts=counts and ord == 2)
     leaves = clippable_leaves(tree)
     if not leaves:
-        return Norm.of(jnp.float32(0), jnp.float32(1))
+        none = Norm.of(jnp.float32(0), jnp.float32(1))
+        return none._replace(nonfinite=none.root if kind.counts else None)
     return _group_norms(leaves, Groups.one(len(leaves), names), kind)[0]
 
 
@@ -353,8 +364,8 @@ def _group_norms(leaves: list[jax.Array], groups: Groups, kind: _Kind) -> list[N
 def _differentiable_norms(groups: Groups, kind: _Kind, leaves: list[jax.Array]) -> list[Norm]:
     if kind.ord != 2:
         return _norms_of_order(groups, kind.ord, leaves)
-    counts = _counts(groups, kind.mean, leaves)
-    return _norms_of_squares(groups, counts, kind.as_optax, leaves)
+    # Eagerly one operation after the other, so that results round as optax's do.
+    return in_one_program(_norms_of_squares, 0, 1)(groups, kind, leaves)
 
 
 def _counts(groups: Groups, mean: bool, leaves: Arrays) -> tuple[float, ...]:
@@ -364,36 +375,36 @@ def _counts(groups: Groups, mean: bool, leaves: Arrays) -> tuple[float, ...]:
     return tuple(float(max(size, 1)) for size in groups.slice_sizes(leaves))
 
 
-def _norms_of_squares(
-    groups: Groups, counts: tuple[float, ...], as_optax: bool, leaves: Arrays
-) -> list[Norm]:
+def _norms_of_squares(groups: Groups, kind: _Kind, leaves: Arrays) -> list[Norm]:
     """The root of the sum of squares in range of each group, divided by its count."""
-    # Eagerly one operation after the other, so that results round as optax's do.
-    return in_one_program(_of_plain_sums, 0, 1, 2)(groups, counts, as_optax, leaves)
-
-
-def _of_plain_sums(
-    groups: Groups, counts: tuple[float, ...], as_optax: bool, leaves: Arrays
-) -> list[Norm]:
-    if not as_optax:
-        return _in_range(groups, counts, (), leaves)
+    if not kind.as_optax:
+        return _in_range(groups, kind, (), leaves)
     # Not in calls, whose operations XLA writes out late: it would round differently than in optax.
     squares = map(square, map(with_real_dtype, leaves, groups.dtypes(leaves)))
     rows = zip(squares, groups.axes_from_end(leaves), groups.keeps(), strict=True)
     sums = [jnp.sum(x, axes, keepdims=keep) for x, axes, keep in rows]
-    return _in_range(groups, counts, groups.totals(sums, leaves), leaves)
+    return _in_range(groups, kind, groups.totals(sums, leaves), leaves)
+
+
+def square(leaf: jax.Array) -> jax.Array:
+    """``|leaf| ** 2``, real."""
+    if not jnp.iscomplexobj(leaf):
+        return jnp.square(leaf)
+    return jnp.square(leaf.real) + jnp.square(leaf.imag)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _in_range(
-    groups: Groups, counts: tuple[float, ...], plain: Arrays, leaves: Arrays
-) -> list[Norm]:
+def _in_range(groups: Groups, kind: _Kind, plain: Arrays, leaves: Arrays) -> list[Norm]:
     """The norms, from the plain sums where these are in range; without them each form sums up."""
+    counts = _counts(groups, kind.mean, leaves)
+    counted = functools.partial(_counted, groups.names, leaves) if kind.counts else None
     if all(leaf.dtype == jnp.float16 for leaf in leaves):  # whose squares float32 holds
-        return for_each(_of_plain, [(n,) for n in counts], plain or _plain_sums(groups, leaves))
+        norms = for_each(_of_plain, [(n,) for n in counts], plain or _plain_sums(groups, leaves))
+        return counted(norms) if counted else norms
     forms = _by_branch if plain else _by_size, _of_columns_on_gpu
     cpu, gpu = (functools.partial(form, groups, counts) for form in forms)
-    return added_up(three_squares, leaves, groups, _of_three, cpu, gpu, plain, counts)
+    cpu = functools.partial(_one_by_branch, groups, kind) if groups.joint and plain else cpu
+    return added_up(three_squares, leaves, groups, _of_three, cpu, gpu, plain, counts, counted)
 
 
 def _plain_sums(groups: Groups, leaves: Arrays) -> list[jax.Array]:
@@ -440,30 +451,76 @@ def _by_branch(
     groups: Groups, counts: Sequence[float], plain: Arrays, leaves: Arrays
 ) -> list[Norm]:
     """The plain sums, and only if one of them is out of range another pass over the leaves."""
-    if groups.joint:  # one norm, whose scalars each leaf would compute again
-        return _one_by_branch(groups, plain[0], leaves)
     plain, each = plain or _plain_sums(groups, leaves), [(n,) for n in counts]
     again = functools.partial(_scaled_sums, groups, plain, leaves)
     return for_each(_of_scaled, each, plain, unless_out_of_range(plain, lambda: list(plain), again))
 
 
-def _one_by_branch(groups: Groups, plain: jax.Array, leaves: Arrays) -> list[Norm]:
+def _one_by_branch(groups: Groups, kind: _Kind, plain: Arrays, leaves: Arrays) -> list[Norm]:
     """The root of one plain sum; out of range that of another sum, of float32 in float64.
 
-    Its squares need no scale then, of which XLA would store one in the shape of each leaf.
+    Its squares need no scale then, of which XLA would store one in the shape of each leaf. The
+    same pass counts NaN and inf: where a plain sum is in range, there are none.
     """
-    root = jnp.sqrt(plain)  # before the branch: one kernel adds up the leaves' sums and takes it
+    # Before the branch: one kernel adds up the leaves' sums and takes it.
+    root = jnp.sqrt(plain[0])
 
     def again() -> list[Norm]:
         joined = joined_leaves(leaves)
         whole = Groups.one(len(joined), groups.names)
-        if plain.dtype == jnp.float32:
+        if root.dtype == jnp.float32:
             with jax.enable_x64(True):
-                return [looped(_of_one_wide_sum, whole.wide_sums(joined)[0])]
-        return [_of_scaled(1.0, plain, _scaled_sums(whole, [plain], joined)[0])]
+                total, nonfinite = whole.totals_of_terms(whole.sums_of(wide_sums, joined), joined)
+                norm = looped(_of_one_wide_sum, total[0])
+        else:
+            norm = _of_scaled(1.0, plain[0], _scaled_sums(whole, plain, joined)[0])
+            nonfinite = [count_nonfinite(joined, groups.names or None)]
+        count = nonfinite[0].astype(root.dtype) if kind.counts else None
+        return [norm._replace(nonfinite=count)]
 
-    ordinary = Norm(root, jnp.ones_like(root), root)
+    none = jnp.zeros_like(root) if kind.counts else None
+    ordinary = Norm(root, jnp.ones_like(root), root, none)
     return branch([is_root_in_range(root)], lambda: [ordinary], again)
+
+
+def _counted(names: tuple[str, ...], leaves: Arrays, norms: list[Norm]) -> list[Norm]:
+    """The norm of one group, with the number of NaN and inf in it."""
+    (norm,) = norms
+    count = count_unless(jnp.isfinite(norm.root), list(leaves), names or None)
+    return [norm._replace(nonfinite=count)]
+
+
+def count_unless(
+    finite: jax.Array, leaves: list[jax.Array], axis_name: AxisName = None
+) -> jax.Array:
+    """The number of NaN and inf, counted only if there are any."""
+    axes = varying_axes(finite)
+    # JAX cannot mark them inside of the branch, if `jax.vmap` makes a choice of it.
+    leaves = [to_varying(x, axes) for x in leaves]
+
+    def none() -> jax.Array:
+        return to_varying(jnp.zeros((), widest(leaves)), axes)
+
+    def count() -> jax.Array:
+        tree = leaves if axis_name else joined_leaves(leaves)
+        return to_varying(count_nonfinite(tree, axis_name), axes)
+
+    return jax.lax.cond(finite, none, count)
+
+
+def count_nonfinite(tree: Any, axis_name: AxisName = None) -> jax.Array:
+    """The number of elements of a tree that are NaN or inf."""
+    leaves = clippable_leaves(tree)
+    dtype, masks = widest(leaves), [~jnp.isfinite(leaf) for leaf in leaves]
+    if axis_name is None:
+        return count_true(masks, dtype)
+    return total_over_devices([count_true([mask], dtype) for mask in masks], leaves, axis_name)
+
+
+def count_true(masks: Sequence[jax.Array], dtype: str) -> jax.Array:
+    """The number of true elements of masks."""
+    counts = [jnp.sum(mask.astype(dtype)) for mask in masks]
+    return functools.reduce(jnp.add, counts, jnp.zeros((), dtype))
 
 
 def _of_columns_on_gpu(
@@ -562,7 +619,9 @@ def _norms_jvp(groups: Groups, kind: _Kind, primals: Any, tangents: Any) -> Any:
     sums = groups.sums(terms, leaves)
     pairs = zip(sums, norms, strict=True)
     droots = [(total * norm.scale, norm.scale) for total, norm in pairs]
-    return norms, [Norm(d, jnp.zeros_like(scale), d) for d, scale in droots]
+    tangents = [Norm(d, jnp.zeros_like(scale), d) for d, scale in droots]
+    none = [None if n.nonfinite is None else jnp.zeros_like(n.nonfinite) for n in norms]
+    return norms, [d._replace(nonfinite=x) for d, x in zip(tangents, none, strict=True)]
 
 
 def _weights_of_norms(

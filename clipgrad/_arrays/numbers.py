@@ -83,13 +83,6 @@ def increment_if(condition: jax.Array, count: Any) -> jax.Array:
     return jnp.where(condition, optax.safe_increment(count), count)
 
 
-def square(leaf: jax.Array) -> jax.Array:
-    """``|leaf| ** 2``, real."""
-    if not jnp.iscomplexobj(leaf):
-        return jnp.square(leaf)
-    return jnp.square(leaf.real) + jnp.square(leaf.imag)
-
-
 def real_product(a: jax.Array, b: jax.Array) -> jax.Array:
     """``Re(conj(a) * b)``."""
     if not jnp.iscomplexobj(a):

@@ -206,9 +206,15 @@ def stacked_sums(down: jax.Array, plain: jax.Array, up: jax.Array) -> jax.Array:
 
 
 def sums_of_norm(norm: jax.Array) -> jax.Array:
-    """The three sums of a norm that is known, along a first axis."""
-    down, plain, up = three_squares(norm)
-    return jnp.stack([down, plain, if_needed(up, plain)])
+    """The three sums of a norm that is known, along a first axis: the squares of three numbers.
+
+    One below, which stops where it is not used; and one that is 0 unless it is used.
+    """
+    rule = _RANGES[norm.dtype.name]
+    # As in `bounded_square`, the bound is an array: in a minimum with a number NaN gets lost.
+    most = jnp.maximum(norm * 2.0 ** (rule.high - jnp.finfo(norm.dtype).maxexp), 2.0**rule.high)
+    up = if_else(norm < 2.0**rule.low, norm * 2.0**rule.up, 0)
+    return jnp.square(jnp.stack([norm * 2.0**rule.down, jnp.minimum(norm, most), up]))
 
 
 def root_of_sums(sums: jax.Array) -> jax.Array:

@@ -98,6 +98,10 @@ class MeasuringRule(ClipRule):
         """For each group the least threshold that changes nothing, as ``value``, and its parts."""
         raise NotImplementedError
 
+    def measure_and_count(self, grads: Any, params: Any = None) -> list[Any]:
+        """`measure` for statistics: a norm of the whole tree may have the count of NaN and inf."""
+        return self.measure(grads, params)
+
     def group_axes(self, grads: Any) -> list[Axes]:
         """For each leaf the axes that a group of it spans; ``None``: the whole leaf."""
         return [None] * len(clippable_leaves(grads))
