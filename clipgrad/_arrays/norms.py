@@ -25,7 +25,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from clipgrad._arrays.by_leaf import for_each, looped
+from clipgrad._arrays.by_leaf import for_each, run_in_loop
 from clipgrad._arrays.calls import explain_call
 from clipgrad._arrays.numbers import (
     if_else,
@@ -470,13 +470,14 @@ def _one_by_branch(groups: Groups, kind: _Kind, plain: Arrays, leaves: Arrays) -
         whole = Groups.one(len(joined), groups.names)
         if root.dtype == jnp.float32:
             with jax.enable_x64(True):
-                total, nonfinite = whole.totals_of_terms(whole.sums_of(wide_sums, joined), joined)
-                norm = looped(_of_one_wide_sum, total[0])
+                (total,), (count,) = whole.totals_of_terms(
+                    whole.sums_of(wide_sums, joined), joined
+                )
+                norm = run_in_loop(_of_one_wide_sum, total, count)
         else:
             norm = _of_scaled(1.0, plain[0], _scaled_sums(whole, plain, joined)[0])
-            nonfinite = [count_nonfinite(joined, groups.names or None)]
-        count = nonfinite[0].astype(root.dtype) if kind.counts else None
-        return [norm._replace(nonfinite=count)]
+            norm = norm._replace(nonfinite=count_nonfinite(joined, groups.names or None))
+        return [norm if kind.counts else norm._replace(nonfinite=None)]
 
     none = jnp.zeros_like(root) if kind.counts else None
     ordinary = Norm(root, jnp.ones_like(root), root, none)
@@ -486,24 +487,25 @@ def _one_by_branch(groups: Groups, kind: _Kind, plain: Arrays, leaves: Arrays) -
 def _counted(names: tuple[str, ...], leaves: Arrays, norms: list[Norm]) -> list[Norm]:
     """The norm of one group, with the number of NaN and inf in it."""
     (norm,) = norms
-    count = count_unless(jnp.isfinite(norm.root), list(leaves), names or None)
+    count = count_unless(jnp.isfinite(norm.root), list(leaves), names)
     return [norm._replace(nonfinite=count)]
 
 
+@functools.partial(jax.jit, static_argnums=2)
 def count_unless(
-    finite: jax.Array, leaves: list[jax.Array], axis_name: AxisName = None
+    finite: jax.Array, leaves: list[jax.Array], names: tuple[str, ...] = ()
 ) -> jax.Array:
-    """The number of NaN and inf, counted only if there are any."""
+    """The number of NaN and inf, counted only if there are any; traced once for all forms."""
     axes = varying_axes(finite)
     # JAX cannot mark them inside of the branch, if `jax.vmap` makes a choice of it.
-    leaves = [to_varying(x, axes) for x in leaves]
+    leaves = [to_varying(x, axes) for x in leaves] if axes else leaves
 
     def none() -> jax.Array:
         return to_varying(jnp.zeros((), widest(leaves)), axes)
 
     def count() -> jax.Array:
-        tree = leaves if axis_name else joined_leaves(leaves)
-        return to_varying(count_nonfinite(tree, axis_name), axes)
+        tree = leaves if names else joined_leaves(leaves)
+        return to_varying(count_nonfinite(tree, names or None), axes)
 
     return jax.lax.cond(finite, none, count)
 
@@ -551,8 +553,8 @@ def _of_plain(count: float, plain: jax.Array) -> Norm:
 
 
 @jax.jit
-def _of_one_wide_sum(total: jax.Array) -> Norm:
-    return _of_wide_sum(1.0, total)
+def _of_one_wide_sum(total: jax.Array, nonfinite: jax.Array) -> Norm:
+    return Norm(*narrow_root(total), nonfinite.astype(jnp.float32))
 
 
 def _of_wide_sum(count: float, total: jax.Array) -> Norm:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from clipgrad._arrays.numbers import if_else, one_program_if_eager, real_or_absolute
 
@@ -138,10 +139,10 @@ def narrow_root(total: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     so the root is near that fourth root, whose powers second derivatives divide by. From 1 on it
     is 1, but for norms without a reciprocal. At inf it is 0, and makes the divisor NaN.
     """
-    safe = jnp.sqrt(if_else(total == 0, _LEAST_SQUARE, total))
-    small = jnp.minimum(_power_of_two(jnp.sqrt(jnp.sqrt(safe))), 1)
-    scale = 1 / (small * small * small * _power_of_two(jnp.maximum(safe * 2.0**-125, 1)))
-    root = jnp.sqrt(total)
+    safe = lax.sqrt(if_else(total == 0, _LEAST_SQUARE, total))
+    small = lax.min(_power_of_two(lax.sqrt(lax.sqrt(safe))), 1.0)
+    scale = 1 / (small * small * small * _power_of_two(lax.max(safe * 2.0**-125, 1.0)))
+    root = lax.sqrt(total)
     root = if_else(scale > 0, root * scale, root)
     root, scale, divisor = (x.astype(jnp.float32) for x in (root, scale, safe * scale))
     return root, scale, divisor
@@ -212,9 +213,10 @@ def sums_of_norm(norm: jax.Array) -> jax.Array:
     """
     rule = _RANGES[norm.dtype.name]
     # As in `bounded_square`, the bound is an array: in a minimum with a number NaN gets lost.
-    most = jnp.maximum(norm * 2.0 ** (rule.high - jnp.finfo(norm.dtype).maxexp), 2.0**rule.high)
+    most = lax.max(norm * 2.0 ** (rule.high - jnp.finfo(norm.dtype).maxexp), 2.0**rule.high)
     up = if_else(norm < 2.0**rule.low, norm * 2.0**rule.up, 0)
-    return jnp.square(jnp.stack([norm * 2.0**rule.down, jnp.minimum(norm, most), up]))
+    each = norm * 2.0**rule.down, lax.min(norm, most), up
+    return lax.square(lax.concatenate([lax.expand_dims(x, [0]) for x in each], 0))
 
 
 def root_of_sums(sums: jax.Array) -> jax.Array:

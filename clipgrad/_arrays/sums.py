@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from clipgrad._arrays.by_leaf import Joined, for_each
 from clipgrad._arrays.numbers import (
@@ -294,7 +295,13 @@ def finished_in_few(
 ) -> list[Any]:
     """The results of all groups, computed in few arrays."""
     joined = Joined.of(columns[0])
-    results = map(finish, *joined.numbers(counts), *map(joined.join, columns))
+    numbers = list(zip(*joined.numbers(counts), strict=True)) or [()] * len(joined.places)
+    arrays = list(map(joined.join, columns))
+    if any(isinstance(x, np.ndarray) for row in numbers for x in row):
+        each = zip(numbers, zip(*arrays, strict=True), strict=True)
+        results = [finish(*row, *few) for row, few in each]
+    else:  # in calls that the form without joined numbers may have, too
+        results = for_each(finish, numbers, *arrays)
     rows, structures = zip(*map(jax.tree.flatten, results), strict=True)
     fields = map(joined.part, zip(*rows, strict=True))
     return [structures[0].unflatten(row) for row in zip(*fields, strict=True)]

@@ -27,7 +27,7 @@ from clipgrad._arrays import (
     if_else,
     in_one_kernel,
     is_clippable,
-    joined_leaves,
+    mapped_names,
     real_or_absolute,
     root_of_sums,
     stacked_sums,
@@ -258,10 +258,10 @@ def stats_of_limits(rule: Any, tree: Any, limits: Sequence[tuple[Norm, jax.Array
 
     Nothing is summed over the elements, except that NaN and inf are counted if there are any.
     """
-    leaves, axis_name = clippable_leaves(tree), None
+    leaves, names = clippable_leaves(tree), ()
     if rule.acts_on == "tree":
-        axis_name = rule.axis_name
-        sizes = [tree_size(tree, axis_name)]
+        names = mapped_names(rule.axis_name)
+        sizes = [tree_size(tree, names)]
     else:
         pairs = zip(leaves, limits, strict=True)
         sizes = [np.full(n.root.shape, x.size / max(n.root.size, 1)) for x, (n, _) in pairs]
@@ -274,7 +274,7 @@ def stats_of_limits(rule: Any, tree: Any, limits: Sequence[tuple[Norm, jax.Array
         groups = _groups_in_one(limits, sizes, widest(leaves))
         stats, bad = numbers(*groups), None
     if bad is None:
-        bad = count_unless(jnp.all(jnp.isfinite(groups[0])), leaves, axis_name)
+        bad = count_unless(jnp.all(jnp.isfinite(groups[0])), leaves, names)
     return stats._replace(nonfinite=bad)
 
 

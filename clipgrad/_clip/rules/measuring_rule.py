@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -137,10 +138,26 @@ def scaled_down(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
     behind it, and compiles it in the same time.
     """
     wide = with_real_dtype(leaf, norm.root.dtype.name)
-    limit = norm.scaled(limit)
-    shrunk = scaled_to(wide, norm.divisor, limit).astype(leaf.dtype)
-    within = norm.divisor <= limit
-    return if_else(broadcast_like(within, leaf) if within.ndim else within, leaf, shrunk)
+    scaled = norm.scaled(limit)
+    within = norm.divisor <= scaled
+    if within.ndim:
+        return _slices_scaled_down(leaf, wide, norm, limit, within)
+    return if_else(within, leaf, scaled_to(wide, norm.divisor, scaled).astype(leaf.dtype))
+
+
+def _slices_scaled_down(
+    leaf: jax.Array, wide: jax.Array, norm: Norm, limit: jax.Array, within: jax.Array
+) -> jax.Array:
+    """`scaled_down` by many norms: for an element there are two products and a choice.
+
+    The numbers of a slice end in a quotient, which XLA computes once for the slice, and not for
+    each element in the loop of the leaf: the scaled limit, or a negative number within the limit.
+    """
+    # XLA would make a product of a quotient by a quotient.
+    down = jax.lax.reduce_precision(1 / norm.scale, jnp.finfo(norm.scale.dtype).nexp, 0)
+    scaled = if_else(within, -1, limit) / down
+    shrunk = scaled_to(wide, norm.divisor, scaled).astype(leaf.dtype)
+    return if_else(broadcast_like(scaled < 0, leaf), leaf, shrunk)
 
 
 def scale_each(function: Callable[..., Any], tree: Any, *lists: Sequence[Any]) -> Any:
