@@ -16,12 +16,13 @@ From a clip to the sum of squares, top down:
 import contextlib
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
@@ -31,6 +32,7 @@ from clipgrad._arrays.numbers import (
     if_else,
     in_one_program,
     nan_unless,
+    number,
     one_program_if_eager,
     over,
     quotient,
@@ -42,6 +44,7 @@ from clipgrad._arrays.numbers import (
 )
 from clipgrad._arrays.ranges import (
     in_range,
+    is_in_range,
     is_root_in_range,
     narrow_root,
     root_in_range,
@@ -93,17 +96,18 @@ class Norm(NamedTuple):
     @classmethod
     def of(cls, root: jax.Array, scale: jax.Array) -> "Norm":
         """The norm ``root / scale``."""
-        divisor = if_else(root == 0, _nothing(root) ** 0.5, root)
-        return cls(root, scale, nan_unless(jnp.isfinite(root), divisor))
+        divisor = if_else(lax.eq(root, number(0, root)), _nothing(root) ** 0.5, root)
+        return cls(root, scale, nan_unless(lax.is_finite(root), divisor))
 
     @property
     def value(self) -> jax.Array:
         """The norm itself; inf where it is larger than its dtype can hold."""
-        return self.root / self.scale
+        return lax.div(self.root, self.scale)
 
     def exceeds(self, limit: jax.Array) -> jax.Array:
         """Whether the norm is above the limit, or not finite."""
-        return ~(jnp.isfinite(self.root) & (self.root <= self.scaled(limit)))
+        within = lax.le(self.root, self.scaled(limit))
+        return lax.bitwise_not(lax.bitwise_and(lax.is_finite(self.root), within))
 
     def scaled(self, limit: jax.Array) -> jax.Array:
         """A limit of the norm as one of the divisor."""
@@ -114,7 +118,7 @@ class Norm(NamedTuple):
 @one_program_if_eager
 def _scaled(limit: jax.Array, scale: jax.Array) -> jax.Array:
     product, most = limit * scale, float(jnp.finfo(limit.dtype).max)
-    return if_else(product > most, most, product)
+    return if_else(lax.gt(product, number(most, product)), most, product)
 
 
 class _Kind(NamedTuple):
@@ -150,7 +154,7 @@ def global_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> jax.Ar
       axis_name: inside `jax.shard_map`, `jax.pmap` or ``jax.vmap(axis_name=...)``, the name or
         names of the mapped axes over which the tree is spread; under `jax.jit` you do not need
         this. By default `jax.shard_map` tracks which leaves differ between devices, and a leaf that
-        is the same on all devices counts once (JAX does not know this about a `jax.lax.all_gather`
+        is the same on all devices counts once (JAX does not know this about a `lax.all_gather`
         result). With ``check_vma=False``, `jax.pmap` and `jax.vmap`, every leaf counts as spread,
         so a leaf that is the same counts once for each device, with a warning. ``jax.P("x")``
         instead of ``"x"`` says that every leaf is spread. Without ``axis_name``, each device
@@ -279,7 +283,7 @@ def group_norms(
     if not leaves:
         return []
     dtype = widest(leaves)
-    fixed = [real_or_absolute(with_real_dtype(jax.lax.stop_gradient(x), dtype)) for x in leaves]
+    fixed = [real_or_absolute(with_real_dtype(lax.stop_gradient(x), dtype)) for x in leaves]
     groups = Groups(tuple(axes), tuple(map(tuple, members)), mapped_names(axis_name))
     cpu = functools.partial(_norms_of_wide_sums, groups) if dtype == "float32" else None
     return added_up(three_squares, fixed, groups, root_in_range, cpu)
@@ -346,7 +350,7 @@ def mapped_names(axis_name: AxisName) -> tuple[str, ...]:
     names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
     for name in names:
         try:
-            jax.lax.axis_index(name)
+            lax.axis_index(name)
         except NameError:
             raise ValueError(
                 f"axis_name: got {name!r}, which is not a mapped axis here; expected the name of "
@@ -357,7 +361,7 @@ def mapped_names(axis_name: AxisName) -> tuple[str, ...]:
 
 def _group_norms(leaves: list[jax.Array], groups: Groups, kind: _Kind) -> list[Norm]:
     norms = _differentiable_norms(groups, kind, leaves)
-    return [norm._replace(scale=jax.lax.stop_gradient(norm.scale)) for norm in norms]
+    return [norm._replace(scale=lax.stop_gradient(norm.scale)) for norm in norms]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -423,14 +427,19 @@ _FEW = 2**11
 def _by_size(groups: Groups, counts: tuple[float, ...], _: Arrays, leaves: Arrays) -> list[Norm]:
     """The norms of slices of leaves on a CPU: of small leaves in float64, else by a branch."""
     norms: dict[int, Norm] = {}
-    pairs = zip(groups.dtypes(leaves), leaves, strict=True)
-    is_small = [dtype == "float32" and leaf.size <= _FEW for dtype, leaf in pairs]
-    for small, form in ((True, _by_wide_sums), (False, _by_branch)):
-        if places := [i for i, x in enumerate(is_small) if x is small]:
-            some = Groups.slices([groups.axes[i] for i in places], groups.names)
-            each, arrays = [counts[i] for i in places], [leaves[i] for i in places]
-            norms |= zip(places, form(some, each, (), arrays), strict=True)
+    forms = list(map(_form_of_size, groups.dtypes(leaves), leaves))
+    for form in dict.fromkeys(forms):
+        places = [i for i, x in enumerate(forms) if x is form]
+        some = Groups.slices([groups.axes[i] for i in places], groups.names)
+        each, arrays = [counts[i] for i in places], [leaves[i] for i in places]
+        norms |= zip(places, form(some, each, (), arrays), strict=True)
     return [norms[i] for i in range(len(leaves))]
+
+
+def _form_of_size(dtype: str, leaf: jax.Array) -> Callable[..., list[Norm]]:
+    if dtype != "float32":
+        return _by_branch
+    return _by_wide_sums if leaf.size <= _FEW else _by_wide_branch
 
 
 def _by_wide_sums(groups: Groups, counts: Sequence[float], _: Arrays, leaves: Arrays) -> list[Norm]:
@@ -445,6 +454,35 @@ def _by_wide_sums(groups: Groups, counts: Sequence[float], _: Arrays, leaves: Ar
 def _wide_norm(count: float, axes: tuple[int, ...], keep: bool, leaf: jax.Array) -> Norm:
     """Sum and norm in one call: two take twice the time to trace."""
     return _of_wide_sum(count, wide_sum(axes, keep, with_real_dtype(leaf, "float32")))
+
+
+def _by_wide_branch(
+    groups: Groups, counts: Sequence[float], _: Arrays, leaves: Arrays
+) -> list[Norm]:
+    """The plain sums, and only if one of them is out of range others in float64.
+
+    A sum in range stays as it is if another is not.
+    """
+    plain, each = _plain_sums(groups, leaves), [(n,) for n in counts]
+    with jax.enable_x64(True):
+
+        def again() -> list[jax.Array]:
+            totals = groups.totals(groups.sums_of(_total_in_float64, leaves), leaves)
+            return for_each(_wide_unless_in_range, [()] * len(plain), plain, totals)
+
+        totals = unless_out_of_range(
+            plain, lambda: [x.astype(jnp.float64) for x in plain], again
+        )
+        return for_each(_of_wide_sum, each, totals)
+
+
+def _total_in_float64(axes: tuple[int, ...], keep: bool, leaf: jax.Array) -> jax.Array:
+    # Of a whole leaf in one kernel; sums of columns are one anyway.
+    return wide_sum(axes, keep, leaf) if keep else wide_sums(axes, keep, leaf)[0]
+
+
+def _wide_unless_in_range(plain: jax.Array, total: jax.Array) -> jax.Array:
+    return if_else(is_in_range(plain), plain.astype(jnp.float64), total)
 
 
 def _by_branch(
@@ -507,7 +545,7 @@ def count_unless(
         tree = leaves if names else joined_leaves(leaves)
         return to_varying(count_nonfinite(tree, names or None), axes)
 
-    return jax.lax.cond(finite, none, count)
+    return lax.cond(finite, none, count)
 
 
 def count_nonfinite(tree: Any, axis_name: AxisName = None) -> jax.Array:
@@ -572,10 +610,11 @@ def _of_three(count: Any, down: jax.Array, plain: jax.Array, up: jax.Array) -> N
 
 def _rooted(count: Any, total: jax.Array, scale: jax.Array) -> Norm:
     total = _mean(count, total)
-    finite = nan_unless(jnp.isfinite(total), total)
-    root, divisor = jnp.sqrt(total), jnp.sqrt(if_else(total == 0, _nothing(total), finite))
+    finite = nan_unless(lax.is_finite(total), total)
+    safe = if_else(lax.eq(total, number(0, total)), _nothing(total), finite)
+    root, divisor = lax.sqrt(total), lax.sqrt(safe)
     factor = toward_one(root, scale)
-    return Norm(root * factor, scale * factor, divisor * factor)
+    return Norm(*(lax.mul(x, factor) for x in (root, scale, divisor)))
 
 
 def _mean(count: Any, total: jax.Array) -> jax.Array:

@@ -286,8 +286,8 @@ def _stats_of_norms(
     size: jax.Array,
 ) -> ClipStats:
     """The statistics of groups whose norms and limits are known, but for NaN and inf."""
-    norm, finite = Norm(root, scale, root), jnp.isfinite(root)
-    none = jnp.zeros((), root.dtype)
+    norm, finite = Norm(root, scale, root), jax.lax.is_finite(root)
+    none = jax.lax.full((), 0, root.dtype)
     return scaled_stats(norm.value, limit, changes(norm, limit), finite, none, size)
 
 
