@@ -467,18 +467,13 @@ def _by_wide_branch(
     with jax.enable_x64(True):
 
         def again() -> list[jax.Array]:
-            totals = groups.totals(groups.sums_of(_total_in_float64, leaves), leaves)
+            totals = groups.totals(groups.sums_of(wide_sum, leaves), leaves)
             return for_each(_wide_unless_in_range, [()] * len(plain), plain, totals)
 
         totals = unless_out_of_range(
             plain, lambda: [x.astype(jnp.float64) for x in plain], again
         )
         return for_each(_of_wide_sum, each, totals)
-
-
-def _total_in_float64(axes: tuple[int, ...], keep: bool, leaf: jax.Array) -> jax.Array:
-    # Of a whole leaf in one kernel; sums of columns are one anyway.
-    return wide_sum(axes, keep, leaf) if keep else wide_sums(axes, keep, leaf)[0]
 
 
 def _wide_unless_in_range(plain: jax.Array, total: jax.Array) -> jax.Array:
@@ -508,14 +503,12 @@ def _one_by_branch(groups: Groups, kind: _Kind, plain: Arrays, leaves: Arrays) -
         whole = Groups.one(len(joined), groups.names)
         if root.dtype == jnp.float32:
             with jax.enable_x64(True):
-                (total,), (count,) = whole.totals_of_terms(
-                    whole.sums_of(wide_sums, joined), joined
-                )
-                norm = run_in_loop(_of_one_wide_sum, total, count)
-        else:
-            norm = _of_scaled(1.0, plain[0], _scaled_sums(whole, plain, joined)[0])
-            norm = norm._replace(nonfinite=count_nonfinite(joined, groups.names or None))
-        return [norm if kind.counts else norm._replace(nonfinite=None)]
+                rows = whole.sums_of(wide_sums, joined, static=(kind.counts,))
+                totals = whole.totals_of_terms(rows, joined)
+                return [run_in_loop(_of_wide_sums, *(total for (total,) in totals))]
+        norm = _of_scaled(1.0, plain[0], _scaled_sums(whole, plain, joined)[0])
+        count = count_nonfinite(joined, groups.names or None) if kind.counts else None
+        return [norm._replace(nonfinite=count)]
 
     none = jnp.zeros_like(root) if kind.counts else None
     ordinary = Norm(root, jnp.ones_like(root), root, none)
@@ -591,8 +584,9 @@ def _of_plain(count: float, plain: jax.Array) -> Norm:
 
 
 @jax.jit
-def _of_one_wide_sum(total: jax.Array, nonfinite: jax.Array) -> Norm:
-    return Norm(*narrow_root(total), nonfinite.astype(jnp.float32))
+def _of_wide_sums(total: jax.Array, nonfinite: jax.Array | None = None) -> Norm:
+    count = None if nonfinite is None else nonfinite.astype(jnp.float32)
+    return _of_wide_sum(1.0, total)._replace(nonfinite=count)
 
 
 def _of_wide_sum(count: float, total: jax.Array) -> Norm:

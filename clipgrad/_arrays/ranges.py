@@ -159,7 +159,7 @@ def narrow_root(total: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 def _power_of_two(x: jax.Array) -> jax.Array:
     """The nearest power of two. It has no derivative; that of `reduce_precision` is 1."""
-    return jax.lax.stop_gradient(jax.lax.reduce_precision(x, jnp.finfo(x.dtype).nexp, 0))
+    return lax.stop_gradient(lax.reduce_precision(x, jnp.finfo(x.dtype).nexp, 0))
 
 
 def toward_one(root: jax.Array, scale: jax.Array) -> jax.Array:

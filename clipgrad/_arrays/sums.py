@@ -321,11 +321,12 @@ def wide_sum(axes: tuple[int, ...], keep: bool, leaf: jax.Array) -> jax.Array:
     return jnp.sum(jnp.square(wide), axis=axes, keepdims=keep)
 
 
-def wide_sums(axes: tuple[int, ...], keep: bool, leaf: jax.Array) -> list[jax.Array]:
-    """The `wide_sum`, and the number of elements that are NaN or inf: one kernel on a CPU.
-
-    XLA makes several of one sum alone.
-    """
+def wide_sums(
+    counts: bool, axes: tuple[int, ...], keep: bool, leaf: jax.Array
+) -> list[jax.Array]:
+    """The `wide_sum`, and with ``counts`` the number of elements that are NaN or inf."""
+    if not counts:
+        return [wide_sum(axes, keep, leaf)]
     wide = real_or_absolute(leaf).astype(jnp.float64)
     terms = [jnp.square(wide), (~jnp.isfinite(leaf)).astype(jnp.float64)]
     return _reduced(terms, axes, keep)
