@@ -129,12 +129,14 @@ class _Kind(NamedTuple):
       mean: whether it is of the mean instead of the sum (rms).
       as_optax: whether squares are added up in the order and the dtype in which optax adds them.
       counts: whether NaN and inf are counted; of order 2, and of one group of whole leaves.
+      values_from: the first of the groups that nothing is scaled by, if there are any.
     """
 
     ord: float
     mean: bool = False
     as_optax: bool = True
     counts: bool = False
+    values_from: int | None = None
 
 
 @explain_call()
@@ -231,9 +233,7 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names))
 
 
-def tree_norm(
-    tree: Any, ord: float = 2, axis_name: AxisName = None, counts: bool = False
-) -> Norm:
+def tree_norm(tree: Any, ord: float = 2, axis_name: AxisName = None, counts: bool = False) -> Norm:
     """`global_norm` as a `Norm`, which can be larger than its dtype can hold.
 
     With ``counts=True`` a norm of order 2 has the number of elements that are NaN or inf.
@@ -254,15 +254,17 @@ def slice_norms(
     axis_name: AxisName = None,
     mean: bool = False,
     as_optax: bool = False,
+    values_from: int | None = None,
 ) -> list[Norm]:
     """An array of norms for each leaf, reduced over its axes, which are kept with size 1.
 
     ``mean=True`` divides the sum of squares by their number first: the root mean square.
-    ``as_optax=True`` has the bits of ``sqrt(sum(g ** 2))``.
+    ``as_optax=True`` has the bits of ``sqrt(sum(g ** 2))``. From the leaf of number ``values_from``
+    on the norms may have the scale 1: nothing is scaled by them.
     """
     if mean and ord != 2:
         raise ValueError(f"mean: got True with ord={ord!r}, expected ord=2, the mean of squares")
-    kind = _Kind(check_order("ord", ord), mean, as_optax)
+    kind = _Kind(check_order("ord", ord), mean, as_optax, values_from=values_from)
     names = mapped_names(axis_name)
     return _group_norms(list(leaves), Groups.slices(axes, names), kind) if leaves else []
 
@@ -405,9 +407,11 @@ def _in_range(groups: Groups, kind: _Kind, plain: Arrays, leaves: Arrays) -> lis
     if all(leaf.dtype == jnp.float16 for leaf in leaves):  # whose squares float32 holds
         norms = for_each(_of_plain, [(n,) for n in counts], plain or _plain_sums(groups, leaves))
         return counted(norms) if counted else norms
-    forms = _by_branch if plain else _by_size, _of_columns_on_gpu
-    cpu, gpu = (functools.partial(form, groups, counts) for form in forms)
-    cpu = functools.partial(_one_by_branch, groups, kind) if groups.joint and plain else cpu
+    gpu = functools.partial(_of_columns_on_gpu, groups, counts)
+    cpu = functools.partial(_by_size, groups, kind)
+    if plain:
+        cpu = functools.partial(_by_branch, groups, counts)
+        cpu = functools.partial(_one_by_branch, groups, kind) if groups.joint else cpu
     return added_up(three_squares, leaves, groups, _of_three, cpu, gpu, plain, counts, counted)
 
 
@@ -424,69 +428,86 @@ def _plain_sum(axes: tuple[int, ...], keep: bool, leaf: jax.Array) -> jax.Array:
 _FEW = 2**11
 
 
-def _by_size(groups: Groups, counts: tuple[float, ...], _: Arrays, leaves: Arrays) -> list[Norm]:
+def _by_size(groups: Groups, kind: _Kind, _: Arrays, leaves: Arrays) -> list[Norm]:
     """The norms of slices of leaves on a CPU: of small leaves in float64, else by a branch."""
     norms: dict[int, Norm] = {}
+    first = len(leaves) if kind.values_from is None else kind.values_from
+    finishes = [(i >= first, n) for i, n in enumerate(_counts(groups, kind.mean, leaves))]
     forms = list(map(_form_of_size, groups.dtypes(leaves), leaves))
     for form in dict.fromkeys(forms):
         places = [i for i, x in enumerate(forms) if x is form]
         some = Groups.slices([groups.axes[i] for i in places], groups.names)
-        each, arrays = [counts[i] for i in places], [leaves[i] for i in places]
-        norms |= zip(places, form(some, each, (), arrays), strict=True)
+        each, arrays = [finishes[i] for i in places], [leaves[i] for i in places]
+        norms |= zip(places, form(some, each, arrays), strict=True)
     return [norms[i] for i in range(len(leaves))]
 
 
 def _form_of_size(dtype: str, leaf: jax.Array) -> Callable[..., list[Norm]]:
     if dtype != "float32":
-        return _by_branch
+        return _by_scaled_branch
     return _by_wide_sums if leaf.size <= _FEW else _by_wide_branch
 
 
-def _by_wide_sums(groups: Groups, counts: Sequence[float], _: Arrays, leaves: Arrays) -> list[Norm]:
+# For each group whether nothing is scaled by its norm, and the divisor of its sum.
+Finishes = Sequence[tuple[bool, float]]
+
+
+def _by_wide_sums(groups: Groups, finishes: Finishes, leaves: Arrays) -> list[Norm]:
     """Sums in float64, in whose range all squares of float32 are."""
     with jax.enable_x64(True):
-        if groups.names or not groups.keep:
-            return for_each(_of_wide_sum, [(n,) for n in counts], groups.wide_sums(leaves))
-        each = zip(counts, groups.axes_from_end(leaves), groups.keeps(), strict=True)
-        return for_each(_wide_norm, each, leaves)
+        if groups.names:
+            return for_each(_finished, finishes, groups.wide_sums(leaves))
+        rows = zip(finishes, groups.axes_from_end(leaves), groups.keeps(), strict=True)
+        return for_each(_wide_norm, [(*finish, *row) for finish, *row in rows], leaves)
 
 
-def _wide_norm(count: float, axes: tuple[int, ...], keep: bool, leaf: jax.Array) -> Norm:
+def _wide_norm(
+    is_value: bool, count: float, axes: tuple[int, ...], keep: bool, leaf: jax.Array
+) -> Norm:
     """Sum and norm in one call: two take twice the time to trace."""
-    return _of_wide_sum(count, wide_sum(axes, keep, with_real_dtype(leaf, "float32")))
+    return _finished(is_value, count, wide_sum(axes, keep, with_real_dtype(leaf, "float32")))
 
 
-def _by_wide_branch(
-    groups: Groups, counts: Sequence[float], _: Arrays, leaves: Arrays
-) -> list[Norm]:
+def _finished(is_value: bool, count: float, total: jax.Array) -> Norm:
+    """The norm of a wide sum; if it is a mere value, in half of the operations."""
+    if not is_value:
+        return _of_wide_sum(count, total)
+    root = lax.convert_element_type(lax.sqrt(_mean(count, total)), jnp.float32)
+    return Norm(root, lax.full_like(root, 1), root)
+
+
+def _by_wide_branch(groups: Groups, finishes: Finishes, leaves: Arrays) -> list[Norm]:
     """The plain sums, and only if one of them is out of range others in float64.
 
     A sum in range stays as it is if another is not.
     """
-    plain, each = _plain_sums(groups, leaves), [(n,) for n in counts]
+    plain = _plain_sums(groups, leaves)
     with jax.enable_x64(True):
 
         def again() -> list[jax.Array]:
-            totals = groups.totals(groups.sums_of(wide_sum, leaves), leaves)
+            totals = groups.wide_sums(leaves)
             return for_each(_wide_unless_in_range, [()] * len(plain), plain, totals)
 
-        totals = unless_out_of_range(
-            plain, lambda: [x.astype(jnp.float64) for x in plain], again
-        )
-        return for_each(_of_wide_sum, each, totals)
+        totals = unless_out_of_range(plain, lambda: [x.astype(jnp.float64) for x in plain], again)
+        return for_each(_finished, finishes, totals)
 
 
 def _wide_unless_in_range(plain: jax.Array, total: jax.Array) -> jax.Array:
     return if_else(is_in_range(plain), plain.astype(jnp.float64), total)
 
 
+def _by_scaled_branch(groups: Groups, finishes: Finishes, leaves: Arrays) -> list[Norm]:
+    """`_by_branch` of leaves whose squares no dtype has in its range."""
+    return _by_branch(groups, [n for _, n in finishes], _plain_sums(groups, leaves), leaves)
+
+
 def _by_branch(
     groups: Groups, counts: Sequence[float], plain: Arrays, leaves: Arrays
 ) -> list[Norm]:
     """The plain sums, and only if one of them is out of range another pass over the leaves."""
-    plain, each = plain or _plain_sums(groups, leaves), [(n,) for n in counts]
     again = functools.partial(_scaled_sums, groups, plain, leaves)
-    return for_each(_of_scaled, each, plain, unless_out_of_range(plain, lambda: list(plain), again))
+    sums = unless_out_of_range(plain, lambda: list(plain), again)
+    return for_each(_of_scaled, [(n,) for n in counts], plain, sums)
 
 
 def _one_by_branch(groups: Groups, kind: _Kind, plain: Arrays, leaves: Arrays) -> list[Norm]:

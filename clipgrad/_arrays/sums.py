@@ -116,8 +116,7 @@ class Groups(NamedTuple):
         """
         columns = zip(*rows, strict=True)
         return [
-            self._over_devices(column, leaves, _added_in_a_call, jax.lax.psum)
-            for column in columns
+            self._over_devices(column, leaves, _added_in_a_call, jax.lax.psum) for column in columns
         ]
 
     def maxima(self, parts: Arrays, leaves: Arrays) -> list[jax.Array]:
@@ -321,9 +320,7 @@ def wide_sum(axes: tuple[int, ...], keep: bool, leaf: jax.Array) -> jax.Array:
     return jnp.sum(jnp.square(wide), axis=axes, keepdims=keep)
 
 
-def wide_sums(
-    counts: bool, axes: tuple[int, ...], keep: bool, leaf: jax.Array
-) -> list[jax.Array]:
+def wide_sums(counts: bool, axes: tuple[int, ...], keep: bool, leaf: jax.Array) -> list[jax.Array]:
     """The `wide_sum`, and with ``counts`` the number of elements that are NaN or inf."""
     if not counts:
         return [wide_sum(axes, keep, leaf)]

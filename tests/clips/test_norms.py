@@ -206,12 +206,22 @@ def test_vmap_and_pmap_with_an_axis_name_give_the_norm_of_the_whole(ord, key):
 # Each with others of its kind, some of another size of numbers.
 UNITS = [(5, 7), (5, 7), (40, 30), (9,), (9,), (2, 2, 3, 8), (200, 300), (200, 300), (5, 7)]
 SCALES = [1, 1e30, 1e-30, 1e36, 1, 1e-30, 1, 1e30, 1e-20]
+
+
+def by_size(groups, counts, plain, leaves, values_from=None):
+    kind = order_2._Kind(2, values_from=values_from)
+    form = order_2._one_by_branch if groups.joint else order_2._by_size
+    return form(groups, kind, plain, leaves)
+
+
+def in_float64(groups, counts, plain, leaves):
+    return order_2._by_wide_sums(groups, [(False, n) for n in counts], leaves)
+
+
 OF_SQUARES = {
     "a branch": order_2._by_branch,
-    "in float64": order_2._by_wide_sums,
-    "by size": lambda groups, *rest: (
-        order_2._by_size(groups, *rest) if groups.keep else order_2._by_branch(groups, *rest)
-    ),
+    "by size": by_size,
+    "by size, mere values": functools.partial(by_size, values_from=2),
     "columns on a GPU": order_2._of_columns_on_gpu,
 }
 FORMS = OF_SQUARES | {
@@ -219,13 +229,14 @@ FORMS = OF_SQUARES | {
     "apart": functools.partial(forms.added_up_apart, three_squares),
     "apart, in few": functools.partial(forms.added_up_apart, three_squares, launched=True),
 }
+OF_SLICES = {"in float64": in_float64}
 
 
 def norms_by(form, groups, leaves):
     plain = order_2._plain_sums(groups, leaves)
     counts = (1.0,) * len(plain)
-    if form in OF_SQUARES:
-        norms = FORMS[form](groups, counts, plain, leaves)
+    if form in OF_SQUARES | OF_SLICES:
+        norms = (OF_SQUARES | OF_SLICES)[form](groups, counts, plain, leaves)
     else:
         norms = FORMS[form](plain, leaves, groups, order_2._of_three, counts)
     return [norm.value for norm in norms]
@@ -243,7 +254,7 @@ def units_of_every_size(dtype):
 @each_value
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
 @pytest.mark.parametrize("by", ["leaf", "column", "row"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMS | OF_SLICES)
 def test_each_of_many_sums_has_its_own_range_in_every_form(form, by, dtype):
     leaves = units_of_every_size(dtype)
     axes = [None if by == "leaf" or x.ndim < 2 else (0 if by == "column" else -1,) for x in leaves]

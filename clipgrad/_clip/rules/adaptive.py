@@ -146,7 +146,7 @@ def unit_norms(
     """For each leaf the norms of the units of its gradient, and of its weights."""
     leaves, weights = clippable_leaves(grads), parameters_like(grads, params)
     both = [*leaves, *map(jnp.asarray, weights)]
-    norms = slice_norms(both, [*axes, *axes], axis_name=axis_name)
+    norms = slice_norms(both, [*axes, *axes], axis_name=axis_name, values_from=len(leaves))
     return list(zip(norms[: len(leaves)], norms[len(leaves) :], strict=True))
 
 

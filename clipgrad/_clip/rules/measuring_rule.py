@@ -137,24 +137,24 @@ def scaled_down(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
     element is what optax computes, so that XLA makes the same program of it and the optimizer
     behind it, and compiles it in the same time.
     """
+    if norm.root.ndim:
+        return _slices_scaled_down(leaf, norm, limit)
     wide = with_real_dtype(leaf, norm.root.dtype.name)
-    scaled = norm.scaled(limit)
-    within = norm.divisor <= scaled
-    if within.ndim:
-        return _slices_scaled_down(leaf, wide, norm, limit, within)
-    return if_else(within, leaf, scaled_to(wide, norm.divisor, scaled).astype(leaf.dtype))
+    limit = norm.scaled(limit)
+    shrunk = scaled_to(wide, norm.divisor, limit).astype(leaf.dtype)
+    return if_else(norm.divisor <= limit, leaf, shrunk)
 
 
-def _slices_scaled_down(
-    leaf: jax.Array, wide: jax.Array, norm: Norm, limit: jax.Array, within: jax.Array
-) -> jax.Array:
+def _slices_scaled_down(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
     """`scaled_down` by many norms: for an element there are two products and a choice.
 
     The numbers of a slice end in a quotient, which XLA computes once for the slice, and not for
     each element in the loop of the leaf: the scaled limit, or a negative number within the limit.
     """
+    wide = with_real_dtype(leaf, norm.root.dtype.name)
     # XLA would make a product of a quotient by a quotient.
     down = jax.lax.reduce_precision(1 / norm.scale, jnp.finfo(norm.scale.dtype).nexp, 0)
+    within = norm.divisor <= limit * norm.scale
     scaled = if_else(within, -1, limit) / down
     shrunk = scaled_to(wide, norm.divisor, scaled).astype(leaf.dtype)
     return if_else(broadcast_like(scaled < 0, leaf), leaf, shrunk)
