@@ -163,16 +163,16 @@ def _power_of_two(x: jax.Array) -> jax.Array:
 
 
 def toward_one(root: jax.Array, scale: jax.Array) -> jax.Array:
-    """A factor that makes a small scale of a root 1, or 2 ** -26 where the norm has no reciprocal.
+    """A factor that makes a small scale of a root 1, or what gives the norm a reciprocal.
 
-    So a limit is in range when it is multiplied by the scale; 2 ** 50 of the largest elements have
-    a norm of 2 ** 153.
+    So a limit stays in range when it is multiplied by the scale: unless it is less than 2 ** -251
+    of the norm, and each element of the result below 2 ** -122.
     """
-    largest, down = int(jnp.finfo(root.dtype).maxexp) - 2, _RANGES[root.dtype.name].down
-    one, whole = lax.full_like(root, 1), lax.full_like(root, 2.0**-down)
-    has_reciprocal = lax.lt(root, number(2.0 ** (largest + down), root))
-    most = if_else(has_reciprocal, whole, 2.0 ** (-26 - down))
-    return if_else(lax.lt(scale, number(1, scale)), most, one)
+    down = _RANGES[root.dtype.name].down
+    largest = number(2.0 ** -(int(jnp.finfo(root.dtype).maxexp) - 3 + down), root)
+    excess = _power_of_two(lax.max(lax.mul(root, largest), number(1, root)))
+    most = lax.div(number(2.0**-down, root), excess)
+    return if_else(lax.lt(scale, number(1, scale)), most, lax.full_like(root, 1))
 
 
 def scale_of_plain(plain: jax.Array) -> jax.Array:
