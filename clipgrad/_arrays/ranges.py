@@ -170,9 +170,10 @@ def toward_one(root: jax.Array, scale: jax.Array) -> jax.Array:
     """
     down = _RANGES[root.dtype.name].down
     largest = number(2.0 ** -(int(jnp.finfo(root.dtype).maxexp) - 3 + down), root)
-    excess = _power_of_two(lax.max(lax.mul(root, largest), number(1, root)))
-    most = lax.div(number(2.0**-down, root), excess)
-    return if_else(lax.lt(scale, number(1, scale)), most, lax.full_like(root, 1))
+    # At most that of 2 ** 50 of the largest elements, so that inf times the factor is inf.
+    excess = lax.clamp(number(1, root), lax.mul(root, largest), number(2.0**30, root))
+    factor = lax.div(number(2.0**-down, root), _power_of_two(excess))
+    return if_else(lax.lt(scale, number(1, scale)), factor, lax.full_like(root, 1))
 
 
 def scale_of_plain(plain: jax.Array) -> jax.Array:

@@ -108,7 +108,6 @@ HARMLESS = {
             ("_arrays/ranges.py", "narrow_root"),
             ("_arrays/ranges.py", "scaled_squares"),
             ("_arrays/ranges.py", "sums_of_norm"),
-            ("_arrays/ranges.py", "toward_one"),
         ],
         "`lax.max` of an element and a bound, whose NaN another sum has",
     ),
