@@ -23,8 +23,12 @@ from clipgrad._arrays.losses import loss_and_aux as loss_and_aux
 from clipgrad._arrays.norms import AxisName as AxisName
 from clipgrad._arrays.norms import Norm as Norm
 from clipgrad._arrays.norms import check_order as check_order
+from clipgrad._arrays.norms import count_nonfinite as count_nonfinite
+from clipgrad._arrays.norms import count_true as count_true
+from clipgrad._arrays.norms import count_unless as count_unless
 from clipgrad._arrays.norms import global_norm as global_norm
 from clipgrad._arrays.norms import group_norms as group_norms
+from clipgrad._arrays.norms import mapped_names as mapped_names
 from clipgrad._arrays.norms import slice_norms as slice_norms
 from clipgrad._arrays.norms import sums_of_groups as sums_of_groups
 from clipgrad._arrays.norms import total_over_devices as total_over_devices
@@ -80,7 +84,6 @@ from clipgrad._arrays.sums import Groups as Groups
 from clipgrad._arrays.sums import added_up as added_up
 from clipgrad._arrays.sums import added_up_apart as added_up_apart
 from clipgrad._arrays.sums import fit_one_reduction as fit_one_reduction
-from clipgrad._arrays.sums import joined_leaves as joined_leaves
 from clipgrad._arrays.sums import reduced_together as reduced_together
 from clipgrad._arrays.sums import unless_out_of_range as unless_out_of_range
 from clipgrad._arrays.trees import check_concrete as check_concrete

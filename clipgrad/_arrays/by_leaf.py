@@ -6,7 +6,6 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -51,22 +50,33 @@ def in_one_kernel(function: Callable[..., Any], *numbers: jax.Array) -> Any:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def looped(function: Callable[..., Any], *numbers: jax.Array) -> Any:
     """The function of a few numbers, the first of them not negative, as the body of a loop."""
-    axes = frozenset[str]().union(*map(varying_axes, numbers))  # inside of `shard_map`
-    varying = functools.partial(jax.tree.map, lambda x: to_varying(x, axes))
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, *numbers))
-    # Whether the loop is at its end is no constant, or XLA would take it apart.
-    ended = jnp.any(numbers[0] < 0)
-
-    def turn(carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
-        del carry
-        return varying((jnp.array(True), function(*numbers)))
-
-    return jax.lax.while_loop(lambda carry: ~carry[0], turn, varying((ended, zeros)))[1]
+    return run_in_loop(function, *numbers)
 
 
 @looped.defjvp
 def looped_jvp(function: Callable[..., Any], primals: Any, tangents: Any) -> Any:
     return jax.jvp(function, primals, tangents)
+
+
+def run_in_loop(function: Callable[..., Any], *numbers: jax.Array) -> Any:
+    """`looped`, which cannot be differentiated in reverse."""
+    axes = frozenset[str]().union(*map(varying_axes, numbers))  # inside of `shard_map`
+    varying = functools.partial(jax.tree.map, lambda x: to_varying(x, axes))
+    types = jax.eval_shape(function, *numbers)
+    starts = jax.tree.map(_start, types)
+    # What ends the loop is no constant, or XLA would take it apart, and it needs no kernel.
+    first = numbers[0]
+
+    def turn(carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        return varying((jax.lax.full_like(carry[0], -1), function(*numbers)))
+
+    loop = jax.lax.while_loop(lambda carry: ~(carry[0] < 0), turn, varying((first, starts)))
+    return loop[1]
+
+
+def _start(result: jax.ShapeDtypeStruct) -> np.ndarray:
+    """Any array of this type that is no broadcast number, for which XLA has a kernel."""
+    return np.arange(math.prod(result.shape)).reshape(result.shape).astype(result.dtype)
 
 
 class Joined(NamedTuple):

@@ -9,40 +9,42 @@ From a clip to the sum of squares, top down:
 * ``clip_by_global_norm(1.0).update`` (``_clip/gradient_clip.py``) selects leaves, measures, scales;
 * ``measured_norms`` (``_clip/clipping.py``) asks the rule;
 * ``ClipByGlobalNorm.measure`` (``_clip/rules/global_norm.py``) asks for one norm of all leaves;
-* here: ``tree_norm`` names one group of all leaves, ``_norms_of_squares`` takes the plain sums
-  (``_plain_sums``, the sum of squares) and ``_in_range`` what stands in for those out of range.
+* here: ``tree_norm`` names one group of all leaves, ``_norms_of_squares`` takes the sums of their
+  ``square``, and ``_in_range`` what stands in for sums out of range.
 """
 
 import contextlib
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from clipgrad._arrays.by_leaf import for_each, looped
+from clipgrad._arrays.by_leaf import for_each, run_in_loop
 from clipgrad._arrays.calls import explain_call
 from clipgrad._arrays.numbers import (
     if_else,
     in_one_program,
     nan_unless,
+    number,
     one_program_if_eager,
     over,
     quotient,
     real_or_absolute,
     real_product,
-    square,
     times,
     widest,
     with_real_dtype,
 )
 from clipgrad._arrays.ranges import (
     in_range,
+    is_in_range,
     is_root_in_range,
     narrow_root,
     root_in_range,
@@ -64,9 +66,10 @@ from clipgrad._arrays.sums import (
     joined_leaves,
     unless_out_of_range,
     wide_sum,
+    wide_sums,
 )
 from clipgrad._arrays.trees import check_is_tree, clippable_leaves, described, shown
-from clipgrad._compat import tracks_varying, varying_axes
+from clipgrad._compat import to_varying, tracks_varying, varying_axes
 from clipgrad._errors import warn
 
 # A `PartitionSpec` says that every leaf is spread over the axes in it.
@@ -82,26 +85,29 @@ class Norm(NamedTuple):
       divisor: the root to compare with and to divide by: NaN where it is not finite, small where
         it is 0. As in optax it is a square root, not a choice of two, and all that a clip uses:
         XLA rounds quotients of anything else otherwise.
+      nonfinite: how many elements are NaN or inf; ``None`` if nobody asked.
     """
 
     root: jax.Array
     scale: jax.Array
     divisor: jax.Array
+    nonfinite: jax.Array | None = None
 
     @classmethod
     def of(cls, root: jax.Array, scale: jax.Array) -> "Norm":
         """The norm ``root / scale``."""
-        divisor = if_else(root == 0, _nothing(root) ** 0.5, root)
-        return cls(root, scale, nan_unless(jnp.isfinite(root), divisor))
+        divisor = if_else(lax.eq(root, number(0, root)), _nothing(root) ** 0.5, root)
+        return cls(root, scale, nan_unless(lax.is_finite(root), divisor))
 
     @property
     def value(self) -> jax.Array:
         """The norm itself; inf where it is larger than its dtype can hold."""
-        return self.root / self.scale
+        return lax.div(self.root, self.scale)
 
     def exceeds(self, limit: jax.Array) -> jax.Array:
         """Whether the norm is above the limit, or not finite."""
-        return ~(jnp.isfinite(self.root) & (self.root <= self.scaled(limit)))
+        within = lax.le(self.root, self.scaled(limit))
+        return lax.bitwise_not(lax.bitwise_and(lax.is_finite(self.root), within))
 
     def scaled(self, limit: jax.Array) -> jax.Array:
         """A limit of the norm as one of the divisor."""
@@ -112,7 +118,7 @@ class Norm(NamedTuple):
 @one_program_if_eager
 def _scaled(limit: jax.Array, scale: jax.Array) -> jax.Array:
     product, most = limit * scale, float(jnp.finfo(limit.dtype).max)
-    return if_else(product > most, most, product)
+    return if_else(lax.gt(product, number(most, product)), most, product)
 
 
 class _Kind(NamedTuple):
@@ -122,11 +128,15 @@ class _Kind(NamedTuple):
       ord: its order.
       mean: whether it is of the mean instead of the sum (rms).
       as_optax: whether squares are added up in the order and the dtype in which optax adds them.
+      counts: whether NaN and inf are counted; of order 2, and of one group of whole leaves.
+      values_from: the first of the groups that nothing is scaled by, if there are any.
     """
 
     ord: float
     mean: bool = False
     as_optax: bool = True
+    counts: bool = False
+    values_from: int | None = None
 
 
 @explain_call()
@@ -146,7 +156,7 @@ def global_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> jax.Ar
       axis_name: inside `jax.shard_map`, `jax.pmap` or ``jax.vmap(axis_name=...)``, the name or
         names of the mapped axes over which the tree is spread; under `jax.jit` you do not need
         this. By default `jax.shard_map` tracks which leaves differ between devices, and a leaf that
-        is the same on all devices counts once (JAX does not know this about a `jax.lax.all_gather`
+        is the same on all devices counts once (JAX does not know this about a `lax.all_gather`
         result). With ``check_vma=False``, `jax.pmap` and `jax.vmap`, every leaf counts as spread,
         so a leaf that is the same counts once for each device, with a warning. ``jax.P("x")``
         instead of ``"x"`` says that every leaf is spread. Without ``axis_name``, each device
@@ -223,12 +233,17 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names))
 
 
-def tree_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> Norm:
-    """`global_norm` as a `Norm`, which can be larger than its dtype can hold."""
-    kind, names = _Kind(check_order("ord", ord)), mapped_names(axis_name)
+def tree_norm(tree: Any, ord: float = 2, axis_name: AxisName = None, counts: bool = False) -> Norm:
+    """`global_norm` as a `Norm`, which can be larger than its dtype can hold.
+
+    With ``counts=True`` a norm of order 2 has the number of elements that are NaN or inf.
+    """
+    ord, names = check_order("ord", ord), mapped_names(axis_name)
+    kind = _Kind(ord, counts=counts and ord == 2)
     leaves = clippable_leaves(tree)
     if not leaves:
-        return Norm.of(jnp.float32(0), jnp.float32(1))
+        none = Norm.of(jnp.float32(0), jnp.float32(1))
+        return none._replace(nonfinite=none.root if kind.counts else None)
     return _group_norms(leaves, Groups.one(len(leaves), names), kind)[0]
 
 
@@ -239,15 +254,17 @@ def slice_norms(
     axis_name: AxisName = None,
     mean: bool = False,
     as_optax: bool = False,
+    values_from: int | None = None,
 ) -> list[Norm]:
     """An array of norms for each leaf, reduced over its axes, which are kept with size 1.
 
     ``mean=True`` divides the sum of squares by their number first: the root mean square.
-    ``as_optax=True`` has the bits of ``sqrt(sum(g ** 2))``.
+    ``as_optax=True`` has the bits of ``sqrt(sum(g ** 2))``. From the leaf of number ``values_from``
+    on the norms may have the scale 1: nothing is scaled by them.
     """
     if mean and ord != 2:
         raise ValueError(f"mean: got True with ord={ord!r}, expected ord=2, the mean of squares")
-    kind = _Kind(check_order("ord", ord), mean, as_optax)
+    kind = _Kind(check_order("ord", ord), mean, as_optax, values_from=values_from)
     names = mapped_names(axis_name)
     return _group_norms(list(leaves), Groups.slices(axes, names), kind) if leaves else []
 
@@ -268,7 +285,7 @@ def group_norms(
     if not leaves:
         return []
     dtype = widest(leaves)
-    fixed = [real_or_absolute(with_real_dtype(jax.lax.stop_gradient(x), dtype)) for x in leaves]
+    fixed = [real_or_absolute(with_real_dtype(lax.stop_gradient(x), dtype)) for x in leaves]
     groups = Groups(tuple(axes), tuple(map(tuple, members)), mapped_names(axis_name))
     cpu = functools.partial(_norms_of_wide_sums, groups) if dtype == "float32" else None
     return added_up(three_squares, fixed, groups, root_in_range, cpu)
@@ -335,7 +352,7 @@ def mapped_names(axis_name: AxisName) -> tuple[str, ...]:
     names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
     for name in names:
         try:
-            jax.lax.axis_index(name)
+            lax.axis_index(name)
         except NameError:
             raise ValueError(
                 f"axis_name: got {name!r}, which is not a mapped axis here; expected the name of "
@@ -346,15 +363,15 @@ def mapped_names(axis_name: AxisName) -> tuple[str, ...]:
 
 def _group_norms(leaves: list[jax.Array], groups: Groups, kind: _Kind) -> list[Norm]:
     norms = _differentiable_norms(groups, kind, leaves)
-    return [norm._replace(scale=jax.lax.stop_gradient(norm.scale)) for norm in norms]
+    return [norm._replace(scale=lax.stop_gradient(norm.scale)) for norm in norms]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _differentiable_norms(groups: Groups, kind: _Kind, leaves: list[jax.Array]) -> list[Norm]:
     if kind.ord != 2:
         return _norms_of_order(groups, kind.ord, leaves)
-    counts = _counts(groups, kind.mean, leaves)
-    return _norms_of_squares(groups, counts, kind.as_optax, leaves)
+    # Eagerly one operation after the other, so that results round as optax's do.
+    return in_one_program(_norms_of_squares, 0, 1)(groups, kind, leaves)
 
 
 def _counts(groups: Groups, mean: bool, leaves: Arrays) -> tuple[float, ...]:
@@ -364,36 +381,38 @@ def _counts(groups: Groups, mean: bool, leaves: Arrays) -> tuple[float, ...]:
     return tuple(float(max(size, 1)) for size in groups.slice_sizes(leaves))
 
 
-def _norms_of_squares(
-    groups: Groups, counts: tuple[float, ...], as_optax: bool, leaves: Arrays
-) -> list[Norm]:
+def _norms_of_squares(groups: Groups, kind: _Kind, leaves: Arrays) -> list[Norm]:
     """The root of the sum of squares in range of each group, divided by its count."""
-    # Eagerly one operation after the other, so that results round as optax's do.
-    return in_one_program(_of_plain_sums, 0, 1, 2)(groups, counts, as_optax, leaves)
-
-
-def _of_plain_sums(
-    groups: Groups, counts: tuple[float, ...], as_optax: bool, leaves: Arrays
-) -> list[Norm]:
-    if not as_optax:
-        return _in_range(groups, counts, (), leaves)
+    if not kind.as_optax:
+        return _in_range(groups, kind, (), leaves)
     # Not in calls, whose operations XLA writes out late: it would round differently than in optax.
     squares = map(square, map(with_real_dtype, leaves, groups.dtypes(leaves)))
     rows = zip(squares, groups.axes_from_end(leaves), groups.keeps(), strict=True)
     sums = [jnp.sum(x, axes, keepdims=keep) for x, axes, keep in rows]
-    return _in_range(groups, counts, groups.totals(sums, leaves), leaves)
+    return _in_range(groups, kind, groups.totals(sums, leaves), leaves)
+
+
+def square(leaf: jax.Array) -> jax.Array:
+    """``|leaf| ** 2``, real."""
+    if not jnp.iscomplexobj(leaf):
+        return jnp.square(leaf)
+    return jnp.square(leaf.real) + jnp.square(leaf.imag)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _in_range(
-    groups: Groups, counts: tuple[float, ...], plain: Arrays, leaves: Arrays
-) -> list[Norm]:
+def _in_range(groups: Groups, kind: _Kind, plain: Arrays, leaves: Arrays) -> list[Norm]:
     """The norms, from the plain sums where these are in range; without them each form sums up."""
+    counts = _counts(groups, kind.mean, leaves)
+    counted = functools.partial(_counted, groups.names, leaves) if kind.counts else None
     if all(leaf.dtype == jnp.float16 for leaf in leaves):  # whose squares float32 holds
-        return for_each(_of_plain, [(n,) for n in counts], plain or _plain_sums(groups, leaves))
-    forms = _by_branch if plain else _by_size, _of_columns_on_gpu
-    cpu, gpu = (functools.partial(form, groups, counts) for form in forms)
-    return added_up(three_squares, leaves, groups, _of_three, cpu, gpu, plain, counts)
+        norms = for_each(_of_plain, [(n,) for n in counts], plain or _plain_sums(groups, leaves))
+        return counted(norms) if counted else norms
+    gpu = functools.partial(_of_columns_on_gpu, groups, counts)
+    cpu = functools.partial(_by_size, groups, kind)
+    if plain:
+        cpu = functools.partial(_by_branch, groups, counts)
+        cpu = functools.partial(_one_by_branch, groups, kind) if groups.joint else cpu
+    return added_up(three_squares, leaves, groups, _of_three, cpu, gpu, plain, counts, counted)
 
 
 def _plain_sums(groups: Groups, leaves: Arrays) -> list[jax.Array]:
@@ -409,61 +428,153 @@ def _plain_sum(axes: tuple[int, ...], keep: bool, leaf: jax.Array) -> jax.Array:
 _FEW = 2**11
 
 
-def _by_size(groups: Groups, counts: tuple[float, ...], _: Arrays, leaves: Arrays) -> list[Norm]:
+def _by_size(groups: Groups, kind: _Kind, _: Arrays, leaves: Arrays) -> list[Norm]:
     """The norms of slices of leaves on a CPU: of small leaves in float64, else by a branch."""
     norms: dict[int, Norm] = {}
-    pairs = zip(groups.dtypes(leaves), leaves, strict=True)
-    is_small = [dtype == "float32" and leaf.size <= _FEW for dtype, leaf in pairs]
-    for small, form in ((True, _by_wide_sums), (False, _by_branch)):
-        if places := [i for i, x in enumerate(is_small) if x is small]:
-            some = Groups.slices([groups.axes[i] for i in places], groups.names)
-            each, arrays = [counts[i] for i in places], [leaves[i] for i in places]
-            norms |= zip(places, form(some, each, (), arrays), strict=True)
+    first = len(leaves) if kind.values_from is None else kind.values_from
+    finishes = [(i >= first, n) for i, n in enumerate(_counts(groups, kind.mean, leaves))]
+    forms = list(map(_form_of_size, groups.dtypes(leaves), leaves))
+    for form in dict.fromkeys(forms):
+        places = [i for i, x in enumerate(forms) if x is form]
+        some = Groups.slices([groups.axes[i] for i in places], groups.names)
+        each, arrays = [finishes[i] for i in places], [leaves[i] for i in places]
+        norms |= zip(places, form(some, each, arrays), strict=True)
     return [norms[i] for i in range(len(leaves))]
 
 
-def _by_wide_sums(groups: Groups, counts: Sequence[float], _: Arrays, leaves: Arrays) -> list[Norm]:
+def _form_of_size(dtype: str, leaf: jax.Array) -> Callable[..., list[Norm]]:
+    if dtype != "float32":
+        return _by_scaled_branch
+    return _by_wide_sums if leaf.size <= _FEW else _by_wide_branch
+
+
+# For each group whether nothing is scaled by its norm, and the divisor of its sum.
+Finishes = Sequence[tuple[bool, float]]
+
+
+def _by_wide_sums(groups: Groups, finishes: Finishes, leaves: Arrays) -> list[Norm]:
     """Sums in float64, in whose range all squares of float32 are."""
     with jax.enable_x64(True):
-        if groups.names or not groups.keep:
-            return for_each(_of_wide_sum, [(n,) for n in counts], groups.wide_sums(leaves))
-        each = zip(counts, groups.axes_from_end(leaves), groups.keeps(), strict=True)
-        return for_each(_wide_norm, each, leaves)
+        if groups.names:
+            return for_each(_finished, finishes, groups.wide_sums(leaves))
+        rows = zip(finishes, groups.axes_from_end(leaves), groups.keeps(), strict=True)
+        return for_each(_wide_norm, [(*finish, *row) for finish, *row in rows], leaves)
 
 
-def _wide_norm(count: float, axes: tuple[int, ...], keep: bool, leaf: jax.Array) -> Norm:
+def _wide_norm(
+    is_value: bool, count: float, axes: tuple[int, ...], keep: bool, leaf: jax.Array
+) -> Norm:
     """Sum and norm in one call: two take twice the time to trace."""
-    return _of_wide_sum(count, wide_sum(axes, keep, with_real_dtype(leaf, "float32")))
+    return _finished(is_value, count, wide_sum(axes, keep, with_real_dtype(leaf, "float32")))
+
+
+def _finished(is_value: bool, count: float, total: jax.Array) -> Norm:
+    """The norm of a wide sum; if it is a mere value, in half of the operations."""
+    if not is_value:
+        return _of_wide_sum(count, total)
+    root = lax.convert_element_type(lax.sqrt(_mean(count, total)), jnp.float32)
+    return Norm(root, lax.full_like(root, 1), root)
+
+
+def _by_wide_branch(groups: Groups, finishes: Finishes, leaves: Arrays) -> list[Norm]:
+    """The plain sums, and only if one of them is out of range others in float64.
+
+    A sum in range stays as it is if another is not.
+    """
+    plain = _plain_sums(groups, leaves)
+    with jax.enable_x64(True):
+
+        def again() -> list[jax.Array]:
+            totals = groups.wide_sums(leaves)
+            return for_each(_wide_unless_in_range, [()] * len(plain), plain, totals)
+
+        totals = unless_out_of_range(plain, lambda: [x.astype(jnp.float64) for x in plain], again)
+        return for_each(_finished, finishes, totals)
+
+
+def _wide_unless_in_range(plain: jax.Array, total: jax.Array) -> jax.Array:
+    return if_else(is_in_range(plain), plain.astype(jnp.float64), total)
+
+
+def _by_scaled_branch(groups: Groups, finishes: Finishes, leaves: Arrays) -> list[Norm]:
+    """`_by_branch` of leaves whose squares no dtype has in its range."""
+    return _by_branch(groups, [n for _, n in finishes], _plain_sums(groups, leaves), leaves)
 
 
 def _by_branch(
     groups: Groups, counts: Sequence[float], plain: Arrays, leaves: Arrays
 ) -> list[Norm]:
     """The plain sums, and only if one of them is out of range another pass over the leaves."""
-    if groups.joint:  # one norm, whose scalars each leaf would compute again
-        return _one_by_branch(groups, plain[0], leaves)
-    plain, each = plain or _plain_sums(groups, leaves), [(n,) for n in counts]
     again = functools.partial(_scaled_sums, groups, plain, leaves)
-    return for_each(_of_scaled, each, plain, unless_out_of_range(plain, lambda: list(plain), again))
+    sums = unless_out_of_range(plain, lambda: list(plain), again)
+    return for_each(_of_scaled, [(n,) for n in counts], plain, sums)
 
 
-def _one_by_branch(groups: Groups, plain: jax.Array, leaves: Arrays) -> list[Norm]:
+def _one_by_branch(groups: Groups, kind: _Kind, plain: Arrays, leaves: Arrays) -> list[Norm]:
     """The root of one plain sum; out of range that of another sum, of float32 in float64.
 
-    Its squares need no scale then, of which XLA would store one in the shape of each leaf.
+    Its squares need no scale then, of which XLA would store one in the shape of each leaf. The
+    same pass counts NaN and inf: where a plain sum is in range, there are none.
     """
-    root = jnp.sqrt(plain)  # before the branch: one kernel adds up the leaves' sums and takes it
+    # Before the branch: one kernel adds up the leaves' sums and takes it.
+    root = jnp.sqrt(plain[0])
 
     def again() -> list[Norm]:
         joined = joined_leaves(leaves)
         whole = Groups.one(len(joined), groups.names)
-        if plain.dtype == jnp.float32:
+        if root.dtype == jnp.float32:
             with jax.enable_x64(True):
-                return [looped(_of_one_wide_sum, whole.wide_sums(joined)[0])]
-        return [_of_scaled(1.0, plain, _scaled_sums(whole, [plain], joined)[0])]
+                rows = whole.sums_of(wide_sums, joined, static=(kind.counts,))
+                totals = whole.totals_of_terms(rows, joined)
+                return [run_in_loop(_of_wide_sums, *(total for (total,) in totals))]
+        norm = _of_scaled(1.0, plain[0], _scaled_sums(whole, plain, joined)[0])
+        count = count_nonfinite(joined, groups.names or None) if kind.counts else None
+        return [norm._replace(nonfinite=count)]
 
-    ordinary = Norm(root, jnp.ones_like(root), root)
+    none = jnp.zeros_like(root) if kind.counts else None
+    ordinary = Norm(root, jnp.ones_like(root), root, none)
     return branch([is_root_in_range(root)], lambda: [ordinary], again)
+
+
+def _counted(names: tuple[str, ...], leaves: Arrays, norms: list[Norm]) -> list[Norm]:
+    """The norm of one group, with the number of NaN and inf in it."""
+    (norm,) = norms
+    count = count_unless(jnp.isfinite(norm.root), list(leaves), names)
+    return [norm._replace(nonfinite=count)]
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def count_unless(
+    finite: jax.Array, leaves: list[jax.Array], names: tuple[str, ...] = ()
+) -> jax.Array:
+    """The number of NaN and inf, counted only if there are any; traced once for all forms."""
+    axes = varying_axes(finite)
+    # JAX cannot mark them inside of the branch, if `jax.vmap` makes a choice of it.
+    leaves = [to_varying(x, axes) for x in leaves] if axes else leaves
+
+    def none() -> jax.Array:
+        return to_varying(jnp.zeros((), widest(leaves)), axes)
+
+    def count() -> jax.Array:
+        tree = leaves if names else joined_leaves(leaves)
+        return to_varying(count_nonfinite(tree, names or None), axes)
+
+    return lax.cond(finite, none, count)
+
+
+def count_nonfinite(tree: Any, axis_name: AxisName = None) -> jax.Array:
+    """The number of elements of a tree that are NaN or inf."""
+    leaves = clippable_leaves(tree)
+    dtype, masks = widest(leaves), [~jnp.isfinite(leaf) for leaf in leaves]
+    if axis_name is None:
+        return count_true(masks, dtype)
+    return total_over_devices([count_true([mask], dtype) for mask in masks], leaves, axis_name)
+
+
+def count_true(masks: Sequence[jax.Array], dtype: str) -> jax.Array:
+    """The number of true elements of masks."""
+    counts = [jnp.sum(mask.astype(dtype)) for mask in masks]
+    return functools.reduce(jnp.add, counts, jnp.zeros((), dtype))
 
 
 def _of_columns_on_gpu(
@@ -494,8 +605,9 @@ def _of_plain(count: float, plain: jax.Array) -> Norm:
 
 
 @jax.jit
-def _of_one_wide_sum(total: jax.Array) -> Norm:
-    return _of_wide_sum(1.0, total)
+def _of_wide_sums(total: jax.Array, nonfinite: jax.Array | None = None) -> Norm:
+    count = None if nonfinite is None else nonfinite.astype(jnp.float32)
+    return _of_wide_sum(1.0, total)._replace(nonfinite=count)
 
 
 def _of_wide_sum(count: float, total: jax.Array) -> Norm:
@@ -513,10 +625,11 @@ def _of_three(count: Any, down: jax.Array, plain: jax.Array, up: jax.Array) -> N
 
 def _rooted(count: Any, total: jax.Array, scale: jax.Array) -> Norm:
     total = _mean(count, total)
-    finite = nan_unless(jnp.isfinite(total), total)
-    root, divisor = jnp.sqrt(total), jnp.sqrt(if_else(total == 0, _nothing(total), finite))
+    finite = nan_unless(lax.is_finite(total), total)
+    safe = if_else(lax.eq(total, number(0, total)), _nothing(total), finite)
+    root, divisor = lax.sqrt(total), lax.sqrt(safe)
     factor = toward_one(root, scale)
-    return Norm(root * factor, scale * factor, divisor * factor)
+    return Norm(*(lax.mul(x, factor) for x in (root, scale, divisor)))
 
 
 def _mean(count: Any, total: jax.Array) -> jax.Array:
@@ -562,7 +675,9 @@ def _norms_jvp(groups: Groups, kind: _Kind, primals: Any, tangents: Any) -> Any:
     sums = groups.sums(terms, leaves)
     pairs = zip(sums, norms, strict=True)
     droots = [(total * norm.scale, norm.scale) for total, norm in pairs]
-    return norms, [Norm(d, jnp.zeros_like(scale), d) for d, scale in droots]
+    tangents = [Norm(d, jnp.zeros_like(scale), d) for d, scale in droots]
+    none = [None if n.nonfinite is None else jnp.zeros_like(n.nonfinite) for n in norms]
+    return norms, [d._replace(nonfinite=x) for d, x in zip(tangents, none, strict=True)]
 
 
 def _weights_of_norms(

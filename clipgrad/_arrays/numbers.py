@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
+import numpy as np
+from jax import lax
 from jax.core import Tracer
 
 from clipgrad._sharding import explicit_sharding
@@ -34,14 +35,14 @@ def times(leaf: jax.Array, factor: jax.Array) -> jax.Array:
     """``leaf * factor`` for a real factor."""
     if not jnp.iscomplexobj(leaf):
         return leaf * factor
-    return jax.lax.complex(leaf.real * factor, leaf.imag * factor)
+    return lax.complex(leaf.real * factor, leaf.imag * factor)
 
 
 def over(leaf: jax.Array, divisor: jax.Array) -> jax.Array:
     """``leaf / divisor`` for a real divisor."""
     if not jnp.iscomplexobj(leaf):
         return leaf / divisor
-    return jax.lax.complex(leaf.real / divisor, leaf.imag / divisor)
+    return lax.complex(leaf.real / divisor, leaf.imag / divisor)
 
 
 @jax.custom_jvp
@@ -79,15 +80,10 @@ def _scaled_to_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def increment_if(condition: jax.Array, count: Any) -> jax.Array:
-    """``count``, one more where ``condition`` holds; it stops at the largest integer."""
-    return jnp.where(condition, optax.safe_increment(count), count)
-
-
-def square(leaf: jax.Array) -> jax.Array:
-    """``|leaf| ** 2``, real."""
-    if not jnp.iscomplexobj(leaf):
-        return jnp.square(leaf)
-    return jnp.square(leaf.real) + jnp.square(leaf.imag)
+    """``count``, one more if ``condition`` holds; it stops at the largest integer."""
+    count = jnp.asarray(count)
+    is_more = lax.bitwise_and(condition, lax.lt(count, number(jnp.iinfo(count.dtype).max, count)))
+    return lax.add(count, lax.convert_element_type(is_more, count.dtype))
 
 
 def real_product(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -102,17 +98,27 @@ def if_else(condition: jax.Array, yes: Any, no: Any) -> jax.Array:
     arrays = [x for x in (condition, yes, no) if isinstance(x, jax.Array)]
     if not any(isinstance(x, Tracer) for x in arrays) or any(map(explicit_sharding, arrays)):
         return jnp.where(condition, yes, no)
-    dtype = jnp.result_type(yes, no)
-    shape = jnp.broadcast_shapes(*map(jnp.shape, (condition, yes, no)))
+    dtypes = {x.dtype for x in (yes, no) if isinstance(x, jax.Array)}
+    dtype = dtypes.pop() if len(dtypes) == 1 else jnp.result_type(yes, no)
+    shapes = {x.shape for x in arrays}
+    shape = shapes.pop() if len(shapes) == 1 else jnp.broadcast_shapes(*shapes)
     yes, no = (_filled(x, shape, dtype) for x in (yes, no))
-    return jax.lax.select(condition if not condition.ndim else _filled(condition, shape), yes, no)
+    return lax.select(condition if not condition.ndim else _filled(condition, shape), yes, no)
+
+
+def number(value: float, like: jax.Array) -> np.ndarray:
+    """A number in the dtype of an array, for the operations of `jax.lax`.
+
+    Those of `jax.numpy` are calls, and each is traced once more for each type of its operands.
+    """
+    return np.asarray(value, like.dtype)
 
 
 def _filled(x: Any, shape: tuple[int, ...], dtype: Any = bool) -> jax.Array:
     """An array or a number in a shape that it broadcasts to."""
     if not isinstance(x, jax.Array):
-        return jax.lax.full(shape, x, dtype)
-    x = x.astype(dtype)
+        return lax.full(shape, x, dtype)
+    x = x if x.dtype == dtype else x.astype(dtype)
     return x if x.shape == shape else jnp.broadcast_to(x, shape)
 
 
@@ -174,13 +180,13 @@ def to_ordered_bits(x: jax.Array) -> jax.Array:
 def to_bits(x: jax.Array) -> jax.Array:
     """Integers of the same sign, but for NaN, and from 0 on in the same order."""
     integers = {4: jnp.int32, 8: jnp.int64}[x.dtype.itemsize]
-    return jax.lax.bitcast_convert_type(x, integers)
+    return lax.bitcast_convert_type(x, integers)
 
 
 def from_bits(bits: jax.Array) -> jax.Array:
     """The numbers, from 0 on, that `to_bits` was given."""
     floats = {4: jnp.float32, 8: jnp.float64}[bits.dtype.itemsize]
-    return jax.lax.bitcast_convert_type(bits, floats)
+    return lax.bitcast_convert_type(bits, floats)
 
 
 _BITS_OF_INF = 0x7F800000  # in float32
@@ -195,8 +201,8 @@ def flags_of_bits(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     if x.dtype != jnp.float32:
         return (~jnp.isfinite(x)).astype(x.dtype), (x == 0).astype(x.dtype)
     bits = to_ordered_bits(x)
-    is_finite = jax.lax.shift_right_logical(bits - _BITS_OF_INF, 31)
-    is_zero = jax.lax.shift_right_logical(bits - 1, 31)
+    is_finite = lax.shift_right_logical(bits - _BITS_OF_INF, 31)
+    is_zero = lax.shift_right_logical(bits - 1, 31)
     return (1 - is_finite).astype(x.dtype), is_zero.astype(x.dtype)
 
 

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from clipgrad._arrays.numbers import if_else, one_program_if_eager, real_or_absolute
+from clipgrad._arrays.numbers import if_else, number, one_program_if_eager, real_or_absolute
 
 
 class _Range(NamedTuple):
@@ -43,7 +44,7 @@ def _bounded_product(size: jax.Array, scale: jax.Array) -> jax.Array:
 
     Both factors would be out of range. It does so where the scale is a constant.
     """
-    return jnp.maximum(size * scale, jnp.finfo(size.dtype).min)
+    return lax.max(lax.mul(size, scale), number(jnp.finfo(size.dtype).min, size))
 
 
 @one_program_if_eager
@@ -55,10 +56,10 @@ def scaled_squares(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     size = real_or_absolute(leaf)
     rule = _RANGES[size.dtype.name]
-    down = _bounded_product(size, jnp.array(2.0**rule.down, size.dtype))
+    down = _bounded_product(size, number(2.0**rule.down, size))
     largest = 2.0 ** (rule.low + rule.up)
-    up = jnp.minimum(size * jnp.array(2.0**rule.up, size.dtype), largest)
-    return jnp.square(down), jnp.minimum(jnp.square(up), largest**2)
+    up = lax.min(lax.mul(size, number(2.0**rule.up, size)), number(largest, size))
+    return lax.square(down), lax.min(lax.square(up), number(largest**2, size))
 
 
 @one_program_if_eager
@@ -67,16 +68,18 @@ def bounded_square(size: jax.Array) -> jax.Array:
     rule = _RANGES[size.dtype.name]
     # One number, but as an array: in a minimum with a number XLA's CPU loops lose NaN, for a select
     # they take a buffer, and so they do for a factor that is used twice.
-    limit = size * jnp.array(2.0 ** (rule.down - 1), size.dtype)
-    return jnp.minimum(jnp.square(size), jnp.maximum(limit, 2.0 ** (2 * rule.high)))
+    limit = lax.mul(size, number(2.0 ** (rule.down - 1), size))
+    return lax.min(lax.square(size), lax.max(limit, number(2.0 ** (2 * rule.high), size)))
 
 
 @one_program_if_eager
 def in_range(down: jax.Array, plain: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Of three sums of squares the one that is in range, and the scale of its elements."""
     rule = _RANGES[plain.dtype.name]
-    is_large = (down > 2.0 ** (2 * (rule.high + rule.down))) & ~jnp.isnan(plain)
-    is_small = (plain < 2.0 ** (2 * rule.low)) & (up > 0)
+    is_large = lax.gt(down, number(2.0 ** (2 * (rule.high + rule.down)), down))
+    is_large = lax.bitwise_and(is_large, lax.eq(plain, plain))  # not if it is NaN
+    is_small = lax.lt(plain, number(2.0 ** (2 * rule.low), plain))
+    is_small = lax.bitwise_and(is_small, lax.gt(up, number(0, up)))
     total = if_else(is_large, down, if_else(is_small, up, plain))
     return total, _range_scale(is_large, is_small, plain)
 
@@ -84,13 +87,17 @@ def in_range(down: jax.Array, plain: jax.Array, up: jax.Array) -> tuple[jax.Arra
 def is_in_range(plain: jax.Array) -> jax.Array:
     """Whether a plain sum of squares can be read; not if it is NaN."""
     rule = _RANGES[plain.dtype.name]
-    return (plain >= 2.0 ** (2 * rule.low)) & (plain <= 2.0 ** (2 * rule.high))
+    return _is_between(plain, 2.0 ** (2 * rule.low), 2.0 ** (2 * rule.high))
 
 
 def is_root_in_range(root: jax.Array) -> jax.Array:
     """Whether the plain sum of this root can be read; not if it is NaN."""
     rule = _RANGES[root.dtype.name]
-    return (root >= 2.0**rule.low) & (root <= 2.0**rule.high)
+    return _is_between(root, 2.0**rule.low, 2.0**rule.high)
+
+
+def _is_between(x: jax.Array, low: float, high: float) -> jax.Array:
+    return lax.bitwise_and(lax.ge(x, number(low, x)), lax.le(x, number(high, x)))
 
 
 @one_program_if_eager
@@ -113,7 +120,7 @@ def if_needed(up: jax.Array, plain: jax.Array) -> jax.Array:
 
 def _chosen_scale(is_large: jax.Array, is_small: jax.Array, like: jax.Array) -> jax.Array:
     """The power of two that brings elements into the middle of the range."""
-    rule, one = _RANGES[like.dtype.name], jnp.ones_like(like)
+    rule, one = _RANGES[like.dtype.name], lax.full_like(like, 1)
     return if_else(is_large, 2.0**rule.down, if_else(is_small, 2.0**rule.up, one))
 
 
@@ -122,9 +129,9 @@ def _range_scale(is_large: jax.Array, is_small: jax.Array, like: jax.Array) -> j
 
     It would compute a choice, with all the sums that it depends on, in the loop of each leaf.
     """
-    rule, one = _RANGES[like.dtype.name], jnp.ones_like(like)
+    rule, one = _RANGES[like.dtype.name], lax.full_like(like, 1)
     inverse = if_else(is_large, 2.0**-rule.down, if_else(is_small, 2.0**-rule.up, one))
-    return 1 / inverse
+    return lax.div(number(1, like), inverse)
 
 
 # Of this instead of 0 the root is divided by. It and a quotient of it are in range in float32.
@@ -138,30 +145,35 @@ def narrow_root(total: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     so the root is near that fourth root, whose powers second derivatives divide by. From 1 on it
     is 1, but for norms without a reciprocal. At inf it is 0, and makes the divisor NaN.
     """
-    safe = jnp.sqrt(if_else(total == 0, _LEAST_SQUARE, total))
-    small = jnp.minimum(_power_of_two(jnp.sqrt(jnp.sqrt(safe))), 1)
-    scale = 1 / (small * small * small * _power_of_two(jnp.maximum(safe * 2.0**-125, 1)))
-    root = jnp.sqrt(total)
-    root = if_else(scale > 0, root * scale, root)
-    root, scale, divisor = (x.astype(jnp.float32) for x in (root, scale, safe * scale))
+    one = number(1, total)
+    safe = lax.sqrt(if_else(lax.eq(total, number(0, total)), _LEAST_SQUARE, total))
+    small = lax.min(_power_of_two(lax.sqrt(lax.sqrt(safe))), one)
+    large = _power_of_two(lax.max(lax.mul(safe, number(2.0**-125, safe)), one))
+    scale = lax.div(one, lax.mul(lax.mul(lax.mul(small, small), small), large))
+    root = lax.sqrt(total)
+    root = if_else(lax.gt(scale, number(0, scale)), lax.mul(root, scale), root)
+    each = (root, scale, lax.mul(safe, scale))
+    root, scale, divisor = (lax.convert_element_type(x, jnp.float32) for x in each)
     return root, scale, divisor
 
 
 def _power_of_two(x: jax.Array) -> jax.Array:
     """The nearest power of two. It has no derivative; that of `reduce_precision` is 1."""
-    return jax.lax.stop_gradient(jax.lax.reduce_precision(x, jnp.finfo(x.dtype).nexp, 0))
+    return lax.stop_gradient(lax.reduce_precision(x, jnp.finfo(x.dtype).nexp, 0))
 
 
 def toward_one(root: jax.Array, scale: jax.Array) -> jax.Array:
-    """A factor that makes a small scale of a root 1, or 2 ** -26 where the norm has no reciprocal.
+    """A factor that makes a small scale of a root 1, or what gives the norm a reciprocal.
 
-    So a limit is in range when it is multiplied by the scale; 2 ** 50 of the largest elements have
-    a norm of 2 ** 153.
+    So a limit stays in range when it is multiplied by the scale: unless it is less than 2 ** -251
+    of the norm, and each element of the result below 2 ** -122.
     """
-    largest, down = int(jnp.finfo(root.dtype).maxexp) - 2, _RANGES[root.dtype.name].down
-    one, whole = jnp.ones_like(root), jnp.full_like(root, 2.0**-down)
-    most = if_else(root < 2.0 ** (largest + down), whole, 2.0 ** (-26 - down))
-    return if_else(scale < 1, most, one)
+    down = _RANGES[root.dtype.name].down
+    largest = number(2.0 ** -(int(jnp.finfo(root.dtype).maxexp) - 3 + down), root)
+    # At most that of 2 ** 50 of the largest elements, so that inf times the factor is inf.
+    excess = lax.clamp(number(1, root), lax.mul(root, largest), number(2.0**30, root))
+    factor = lax.div(number(2.0**-down, root), _power_of_two(excess))
+    return if_else(lax.lt(scale, number(1, scale)), factor, lax.full_like(root, 1))
 
 
 def scale_of_plain(plain: jax.Array) -> jax.Array:
@@ -177,7 +189,8 @@ def unless_plain(plain: jax.Array, total: jax.Array) -> jax.Array:
 def _out_of_range(plain: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Whether a plain sum is too large, and too small."""
     rule = _RANGES[plain.dtype.name]
-    return plain > 2.0 ** (2 * rule.high), plain < 2.0 ** (2 * rule.low)
+    high, low = (number(2.0 ** (2 * exponent), plain) for exponent in (rule.high, rule.low))
+    return lax.gt(plain, high), lax.lt(plain, low)
 
 
 def scaled_square(leaf: jax.Array, plain: jax.Array) -> jax.Array:
@@ -206,9 +219,18 @@ def stacked_sums(down: jax.Array, plain: jax.Array, up: jax.Array) -> jax.Array:
 
 
 def sums_of_norm(norm: jax.Array) -> jax.Array:
-    """The three sums of a norm that is known, along a first axis."""
-    down, plain, up = three_squares(norm)
-    return jnp.stack([down, plain, if_needed(up, plain)])
+    """The three sums of a norm that is known, along a first axis: the squares of three numbers.
+
+    One below, which stops where it is not used; and one that is 0 unless it is used.
+    """
+    rule = _RANGES[norm.dtype.name]
+    # As in `bounded_square`, the bound is an array: in a minimum with a number NaN gets lost.
+    shrunk = lax.mul(norm, number(2.0 ** (rule.high - jnp.finfo(norm.dtype).maxexp), norm))
+    plain = lax.min(norm, lax.max(shrunk, number(2.0**rule.high, norm)))
+    up = lax.mul(norm, number(2.0**rule.up, norm))
+    up = if_else(lax.lt(norm, number(2.0**rule.low, norm)), up, 0)
+    each = lax.mul(norm, number(2.0**rule.down, norm)), plain, up
+    return lax.square(lax.concatenate([lax.expand_dims(x, [0]) for x in each], 0))
 
 
 @one_program_if_eager

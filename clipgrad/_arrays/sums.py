@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from clipgrad._arrays.by_leaf import Joined, for_each
 from clipgrad._arrays.numbers import (
@@ -106,13 +107,24 @@ class Groups(NamedTuple):
 
     def totals(self, local: Arrays, leaves: Arrays) -> list[jax.Array]:
         """The sum of each group, from the sums of the leaves on this device."""
-        return self._over_devices(local, leaves, jax.lax.add, jax.lax.psum)
+        return self._over_devices(local, leaves, _added, jax.lax.psum)
+
+    def totals_of_terms(self, rows: Sequence[Arrays], leaves: Arrays) -> list[list[jax.Array]]:
+        """The `totals` of each term, from a row of all terms for each leaf.
+
+        The numbers of many leaves are added up in a call, traced once for all terms and forms.
+        """
+        columns = zip(*rows, strict=True)
+        return [
+            self._over_devices(column, leaves, _added_in_a_call, jax.lax.psum) for column in columns
+        ]
 
     def maxima(self, parts: Arrays, leaves: Arrays) -> list[jax.Array]:
         """The maximum of each group: NaN if an element is, 0 for a group without elements."""
         bits = [to_ordered_bits(part) for part in parts]
         local = self._reduce(functools.partial(jnp.max, initial=0), bits, leaves)
-        totals = self._over_devices(local, leaves, jnp.maximum, jax.lax.pmax)
+        largest = functools.partial(functools.reduce, jnp.maximum)
+        totals = self._over_devices(local, leaves, largest, jax.lax.pmax)
         return [from_bits(total) for total in totals]
 
     def slice_sizes(self, leaves: Arrays) -> list[int]:
@@ -143,7 +155,7 @@ class Groups(NamedTuple):
         self,
         local: Arrays,
         leaves: Arrays,
-        merge: Callable[[jax.Array, jax.Array], jax.Array],
+        merge: Callable[[Arrays], jax.Array],
         collective: Callable[..., list[jax.Array]],
     ) -> list[jax.Array]:
         """Merges ``local`` values: first on this device, then in one collective for each axis."""
@@ -153,16 +165,24 @@ class Groups(NamedTuple):
         for names in dict.fromkeys(places):
             here = [[local[i] for i in group if places[i] == names] for group in self.members]
             owners = [owner for owner, parts in zip(parts_of, here, strict=True) if parts]
-            merged = [functools.reduce(merge, parts) for parts in here if parts]
+            merged = [merge(parts) for parts in here if parts]
             merged = collective(merged, names) if names else merged
             for owner, value in zip(owners, merged, strict=True):
                 owner.append(value)
-        return [functools.reduce(merge, values) for values in parts_of]
+        return list(map(merge, parts_of))
 
     def _axes_of(self, leaf: jax.Array) -> tuple[str, ...]:
         """The mapped axes over which this leaf is spread, where that is known, or else all."""
         varying = varying_axes(leaf)
         return tuple(n for n in self.names if n in varying or not tracks_varying(n))
+
+
+def _added(parts: Arrays) -> jax.Array:
+    return functools.reduce(jax.lax.add, parts)
+
+
+def _added_in_a_call(parts: Arrays) -> jax.Array:
+    return for_each(_added, [()], [parts])[0] if len(parts) > 2 else _added(parts)
 
 
 def added_up(
@@ -174,6 +194,7 @@ def added_up(
     gpu_columns: Callable[[Arrays, Arrays], Any] | None = None,
     plain: Arrays = (),
     counts: Sequence[float] = (),
+    completed: Callable[[Any], Any] | None = None,
 ) -> Any:
     """For each group what ``finish`` makes of its totals, in the form that suits the device.
 
@@ -188,6 +209,7 @@ def added_up(
       gpu_columns: the same on a GPU, of sums that are not over rows.
       plain: the total of the second term of each group, if the program has it anyway.
       counts: a number for each group.
+      completed: adds to the results of all forms what the one for a CPU has.
     """
     each = {"groups": groups, "finish": finish, "counts": counts}
     apart = functools.partial(added_up_apart, terms, **each)
@@ -197,7 +219,13 @@ def added_up(
         gpu = gpu_columns
     else:
         gpu = functools.partial(apart, launched=True)
+    if completed:
+        gpu, apart = _then(completed, gpu), _then(completed, apart)
     return by_platform(list(plain), list(leaves), cpu=cpu or apart, gpu=gpu, default=apart)
+
+
+def _then(completed: Callable[[Any], Any], form: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda plain, leaves: completed(form(plain, leaves))
 
 
 def fit_one_reduction(leaves: Arrays, axes: Sequence[Axes]) -> bool:
@@ -239,7 +267,7 @@ def added_up_apart(
 ) -> list[Any]:
     """`added_up` by one sum for each term; ``launched`` says that scalars are launches."""
     rows = groups.sums_of(_sums_apart, leaves, static=(terms, bool(plain)))
-    columns = [groups.totals(column, leaves) for column in zip(*rows, strict=True)]
+    columns = groups.totals_of_terms(rows, leaves)
     columns = [columns[0], list(plain), *columns[1:]] if plain else columns
     if launched:
         return finished_in_few(columns, finish, counts)
@@ -257,7 +285,7 @@ def _together(
     """`added_up` by one reduction of all terms of a leaf."""
     del plain
     rows = groups.sums_of(_sums_together, leaves, static=(terms,))
-    columns = [groups.totals(column, leaves) for column in zip(*rows, strict=True)]
+    columns = groups.totals_of_terms(rows, leaves)
     return finished_in_few(columns, finish, counts)
 
 
@@ -266,7 +294,13 @@ def finished_in_few(
 ) -> list[Any]:
     """The results of all groups, computed in few arrays."""
     joined = Joined.of(columns[0])
-    results = map(finish, *joined.numbers(counts), *map(joined.join, columns))
+    numbers = list(zip(*joined.numbers(counts), strict=True)) or [()] * len(joined.places)
+    arrays = list(map(joined.join, columns))
+    if any(isinstance(x, np.ndarray) for row in numbers for x in row):
+        each = zip(numbers, zip(*arrays, strict=True), strict=True)
+        results = [finish(*row, *few) for row, few in each]
+    else:  # in calls that the form without joined numbers may have, too
+        results = for_each(finish, numbers, *arrays)
     rows, structures = zip(*map(jax.tree.flatten, results), strict=True)
     fields = map(joined.part, zip(*rows, strict=True))
     return [structures[0].unflatten(row) for row in zip(*fields, strict=True)]
@@ -286,11 +320,24 @@ def wide_sum(axes: tuple[int, ...], keep: bool, leaf: jax.Array) -> jax.Array:
     return jnp.sum(jnp.square(wide), axis=axes, keepdims=keep)
 
 
+def wide_sums(counts: bool, axes: tuple[int, ...], keep: bool, leaf: jax.Array) -> list[jax.Array]:
+    """The `wide_sum`, and with ``counts`` the number of elements that are NaN or inf."""
+    if not counts:
+        return [wide_sum(axes, keep, leaf)]
+    wide = real_or_absolute(leaf).astype(jnp.float64)
+    terms = [jnp.square(wide), (~jnp.isfinite(leaf)).astype(jnp.float64)]
+    return _reduced(terms, axes, keep)
+
+
 def _sums_together(
     terms: Terms, axes: tuple[int, ...], keep: bool, leaf: jax.Array
 ) -> list[jax.Array]:
-    front = tuple(i % leaf.ndim for i in axes)
-    sums, _ = reduced_together(terms(real_or_absolute(leaf)), (), front)
+    return _reduced(terms(real_or_absolute(leaf)), axes, keep)
+
+
+def _reduced(terms: Arrays, axes: tuple[int, ...], keep: bool) -> list[jax.Array]:
+    front = tuple(i % terms[0].ndim for i in axes)
+    sums, _ = reduced_together(terms, (), front)
     return [jnp.expand_dims(x, front) for x in sums] if keep else sums
 
 

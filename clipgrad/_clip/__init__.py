@@ -48,7 +48,6 @@ from clipgrad._clip.skip_spikes import resume as resume
 from clipgrad._clip.skip_spikes import skip_spikes as skip_spikes
 from clipgrad._clip.state import GradientClipState as GradientClipState
 from clipgrad._clip.stats import ClipStats as ClipStats
-from clipgrad._clip.stats import count_nonfinite as count_nonfinite
 from clipgrad._clip.stats import scaled_stats as scaled_stats
 from clipgrad._clip.stats import stats_dtype as stats_dtype
 from clipgrad._clip.thresholds import AdaptiveThreshold as AdaptiveThreshold

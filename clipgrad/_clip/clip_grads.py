@@ -75,5 +75,6 @@ def clip_grads(
     check_is_tree("grads", grads, "clip_grads(jax.grad(loss)(params, batch), rule)")
     check_no_pairs(grads, params)
     rule, part = as_rule(rule, of="gradients"), Part.of(grads, where, nonfinite)
-    clipped = Clipped.by(rule, part, measured_norms(rule, part.before, params), params)
+    norms = measured_norms(rule, part.before, params, counts=True)
+    clipped = Clipped.by(rule, part, norms, params)
     return clipped.tree, clipped.stats()

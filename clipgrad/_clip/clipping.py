@@ -9,6 +9,7 @@ from clipgrad._arrays import (
     clippable_leaves,
     clippable_paths,
     combine,
+    count_nonfinite,
     partition,
     selected,
 )
@@ -18,7 +19,6 @@ from clipgrad._clip.nonfinite import apply_policy
 from clipgrad._clip.rule_thresholds import adaptive_threshold
 from clipgrad._clip.stats import (
     ClipStats,
-    count_nonfinite,
     elements_of_groups,
     groups_that_differ,
     stats_dtype,
@@ -44,8 +44,13 @@ class Part(NamedTuple):
         return cls(raw, apply_policy(nonfinite, raw), rest)
 
 
-def measured_norms(rule: Any, tree: Any, params: Any) -> list[Any]:
-    """The norms that a rule scales by, or that its threshold adapts to; none if it needs none."""
+def measured_norms(rule: Any, tree: Any, params: Any, counts: bool = False) -> list[Any]:
+    """The norms that a rule scales by, or that its threshold adapts to; none if it needs none.
+
+    ``counts``: they may have the number of NaN and inf, for statistics.
+    """
+    if counts and scales_by_norms(rule):
+        return rule.measure_and_count(tree, params)
     is_measured = scales_by_norms(rule) or adaptive_threshold(rule) is not None
     return rule.measure(tree, params) if is_measured else []
 

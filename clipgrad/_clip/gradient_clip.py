@@ -106,7 +106,7 @@ def gradient_clip(
         check_state(state, rule, stats)
         active = resolve_schedules(rule, state.count) if needs_state else rule
         part = Part.of(updates, where, nonfinite)
-        norms = measured_norms(active, part.before, params)
+        norms = measured_norms(active, part.before, params, counts=bool(stats))
         if adaptive_threshold(active) is not None:
             active, state = adapted(active, state, norms)
         clipped = Clipped.by(active, part, norms, params)

@@ -21,7 +21,15 @@ def is_norm_rule(rule: Any) -> bool:
 
 
 # The methods by which a norm rule clips.
-_CLIPPING = ("__call__", "measure", "norms_and_limits", "l2_limits", "changes", "scale")
+_CLIPPING = (
+    "__call__",
+    "measure",
+    "measure_and_count",
+    "norms_and_limits",
+    "l2_limits",
+    "changes",
+    "scale",
+)
 
 
 def scales_by_norms(rule: Any) -> bool:

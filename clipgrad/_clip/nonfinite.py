@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from clipgrad._arrays import is_clippable, map_clippable, with_paths
-from clipgrad._clip.stats import count_nonfinite
+from clipgrad._arrays import count_nonfinite, is_clippable, map_clippable, with_paths
 
 NonFinite = Literal["propagate", "zero", "error"]
 

@@ -5,6 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from clipgrad._arrays import (
@@ -135,7 +136,7 @@ def next_state(state: Any, clipped: Clipped) -> Any:
     """The state after an update."""
     if not isinstance(state, GradientClipState):
         return state
-    state = state._replace(count=optax.safe_increment(state.count))
+    state = state._replace(count=increment_if(np.True_, state.count))
     if state.threshold is not None:
         value = main_threshold(clipped.rule)
         value = value.values if isinstance(value, PerLeaf) else value

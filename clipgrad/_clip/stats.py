@@ -20,11 +20,14 @@ from clipgrad._arrays import (
     check_tree,
     clippable_leaves,
     clippable_paths,
+    count_true,
+    count_unless,
     flags_of_bits,
     from_plain,
+    if_else,
     in_one_kernel,
     is_clippable,
-    joined_leaves,
+    mapped_names,
     real_or_absolute,
     root_of_sums,
     stacked_sums,
@@ -210,7 +213,7 @@ def _of(before: list[jax.Array], after: list[jax.Array] | None, dtype: str) -> C
         return ClipStats(sums, sums, 0 * size, nonfinite * one, size)
     masks = [_differ(b, a) for b, a in zip(before, after, strict=True)]
     clipped, _ = _sums_and_nonfinite(after, dtype)
-    return ClipStats(sums, clipped, _count_true(masks, dtype), nonfinite, size)
+    return ClipStats(sums, clipped, count_true(masks, dtype), nonfinite, size)
 
 
 def _sums_and_nonfinite(leaves: list[jax.Array], dtype: str) -> tuple[jax.Array, jax.Array]:
@@ -250,31 +253,28 @@ def stats_dtype(tree: Any) -> str:
     return widest([x for x in jax.tree.leaves(tree) if is_clippable(x) and hasattr(x, "dtype")])
 
 
-def count_nonfinite(tree: Any, axis_name: AxisName = None) -> jax.Array:
-    """The number of elements of a tree that are NaN or inf."""
-    leaves = clippable_leaves(tree)
-    dtype, masks = widest(leaves), [~jnp.isfinite(leaf) for leaf in leaves]
-    if axis_name is None:
-        return _count_true(masks, dtype)
-    return total_over_devices([_count_true([mask], dtype) for mask in masks], leaves, axis_name)
-
-
 def stats_of_limits(rule: Any, tree: Any, limits: Sequence[tuple[Norm, jax.Array]]) -> ClipStats:
     """The statistics of a tree whose groups a rule has scaled from these L2 norms to the limits.
 
     Nothing is summed over the elements, except that NaN and inf are counted if there are any.
     """
-    leaves, axis_name = clippable_leaves(tree), None
+    leaves, names = clippable_leaves(tree), ()
     if rule.acts_on == "tree":
-        axis_name = rule.axis_name
-        sizes = [tree_size(tree, axis_name)]
+        names = mapped_names(rule.axis_name)
+        sizes = [tree_size(tree, names)]
     else:
         pairs = zip(leaves, limits, strict=True)
         sizes = [np.full(n.root.shape, x.size / max(n.root.size, 1)) for x, (n, _) in pairs]
-    groups = _groups_in_one(limits, sizes, widest(leaves))
-    bad = _count_unless(jnp.all(jnp.isfinite(groups[0])), leaves, axis_name)
     numbers = functools.partial(_stats_of_norms, rule.changes)
-    stats = in_one_kernel(numbers, *groups) if groups[0].size == 1 else numbers(*groups)
+    if len(limits) == 1 and not limits[0][0].root.ndim:
+        ((norm, limit),) = limits
+        groups = (norm.root, norm.scale, limit, jnp.asarray(sizes[0], norm.root.dtype))
+        stats, bad = in_one_kernel(numbers, *groups), norm.nonfinite
+    else:
+        groups = _groups_in_one(limits, sizes, widest(leaves))
+        stats, bad = numbers(*groups), None
+    if bad is None:
+        bad = count_unless(jnp.all(jnp.isfinite(groups[0])), leaves, names)
     return stats._replace(nonfinite=bad)
 
 
@@ -286,8 +286,8 @@ def _stats_of_norms(
     size: jax.Array,
 ) -> ClipStats:
     """The statistics of groups whose norms and limits are known, but for NaN and inf."""
-    norm, finite = Norm.of(root, scale), jnp.isfinite(root)
-    none = jnp.zeros((), root.dtype)
+    norm, finite = Norm(root, scale, root), jax.lax.is_finite(root)
+    none = jax.lax.full((), 0, root.dtype)
     return scaled_stats(norm.value, limit, changes(norm, limit), finite, none, size)
 
 
@@ -320,11 +320,13 @@ def scaled_stats(
     size: jax.Array,
 ) -> ClipStats:
     """The statistics of groups of ``size`` elements, scaled from known norms to limits."""
-    before = sums_of_norm(value)
-    after = jnp.where(clips, sums_of_norm(limit), before)
-    after = jnp.where(finite, after, jnp.nan)
-    rows = (before, after, jnp.where(clips, size, 0), size * _one(before[1]))
-    before, after, changed, size = (jnp.sum(x, range(x.ndim - value.ndim, x.ndim)) for x in rows)
+    clipped = if_else(finite, if_else(clips, limit, value), jnp.nan)
+    # A choice of two that are equal: vmap counts the elements of every lane.
+    size = if_else(finite, size, size)
+    rows = (sums_of_norm(value), sums_of_norm(clipped), if_else(clips, size, 0), size)
+    if value.ndim:
+        rows = [jnp.sum(x, range(x.ndim - value.ndim, x.ndim)) for x in rows]
+    before, after, changed, size = rows
     return ClipStats(before, after, changed, nonfinite, size)
 
 
@@ -356,31 +358,9 @@ def stats_over_devices(
     return ClipStats(*fields) if each else ClipStats.zero()
 
 
-def _count_unless(finite: jax.Array, leaves: list[jax.Array], axis_name: AxisName) -> jax.Array:
-    """The number of NaN and inf, counted only if there are any."""
-    axes = varying_axes(finite)
-    # JAX cannot mark them inside of the branch, if `jax.vmap` makes a choice of it.
-    leaves = [to_varying(x, axes) for x in leaves]
-
-    def none() -> jax.Array:
-        return to_varying(jnp.zeros((), widest(leaves)), axes)
-
-    def count() -> jax.Array:
-        tree = leaves if axis_name else joined_leaves(leaves)
-        return to_varying(count_nonfinite(tree, axis_name), axes)
-
-    return jax.lax.cond(finite, none, count)
-
-
 def _one(total: jax.Array) -> jax.Array:
     """1, computed from a sum over the elements so that vmap counts the elements of every lane."""
     return ((total == total) | (total != total)).astype(total.dtype)
-
-
-def _count_true(masks: Sequence[jax.Array], dtype: str) -> jax.Array:
-    """The number of true elements of masks."""
-    counts = [jnp.sum(mask.astype(dtype)) for mask in masks]
-    return functools.reduce(jnp.add, counts, jnp.zeros((), dtype))
 
 
 def _differ(before: jax.Array, after: jax.Array) -> jax.Array:

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 from clipgrad._arrays import (
     accumulator,
     combine,
+    count_nonfinite,
     map_clippable,
     partition,
     selected,
     with_real_dtype,
 )
-from clipgrad._clip import clip_grads, count_nonfinite, nonfinite_counts
+from clipgrad._clip import clip_grads, nonfinite_counts
 from clipgrad._per_example.batches import batch_size
 from clipgrad._per_example.gradients import ExampleProgram
 from clipgrad._per_example.padding import Padding

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from clipgrad._arrays import global_norm, nearest_word
-from clipgrad._clip import count_nonfinite
+from clipgrad._arrays import count_nonfinite, global_norm, nearest_word
 from clipgrad._training.optimizer_states import OptimizerStates, numbered
 
 # Metrics that only some steps have, and what makes them.

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from clipgrad._arrays import instances
-from clipgrad._clip import ClipStats, GradientClipState, SkipSpikesState, count_nonfinite
+from clipgrad._arrays import count_nonfinite, instances
+from clipgrad._clip import ClipStats, GradientClipState, SkipSpikesState
 from clipgrad._training.watch_updates import UpdateNorms, WatchUpdatesState
 
 _OF_CLIPS = ("count", "clipped_count", "nonfinite_count", "threshold")

@@ -1,6 +1,8 @@
 """`global_norm`: right in every dtype and range, on every kind of leaf."""
 
 import functools
+import pathlib
+import traceback
 
 import hypothesis
 import jax
@@ -207,12 +209,22 @@ def test_vmap_and_pmap_with_an_axis_name_give_the_norm_of_the_whole(ord, key):
 # Each with others of its kind, some of another size of numbers.
 UNITS = [(5, 7), (5, 7), (40, 30), (9,), (9,), (2, 2, 3, 8), (200, 300), (200, 300), (5, 7)]
 SCALES = [1, 1e30, 1e-30, 1e36, 1, 1e-30, 1, 1e30, 1e-20]
+
+
+def by_size(groups, counts, plain, leaves, values_from=None):
+    kind = order_2._Kind(2, values_from=values_from)
+    form = order_2._one_by_branch if groups.joint else order_2._by_size
+    return form(groups, kind, plain, leaves)
+
+
+def in_float64(groups, counts, plain, leaves):
+    return order_2._by_wide_sums(groups, [(False, n) for n in counts], leaves)
+
+
 OF_SQUARES = {
     "a branch": order_2._by_branch,
-    "in float64": order_2._by_wide_sums,
-    "by size": lambda groups, *rest: (
-        order_2._by_size(groups, *rest) if groups.keep else order_2._by_branch(groups, *rest)
-    ),
+    "by size": by_size,
+    "by size, mere values": functools.partial(by_size, values_from=2),
     "columns on a GPU": order_2._of_columns_on_gpu,
 }
 FORMS = OF_SQUARES | {
@@ -220,13 +232,14 @@ FORMS = OF_SQUARES | {
     "apart": functools.partial(forms.added_up_apart, three_squares),
     "apart, in few": functools.partial(forms.added_up_apart, three_squares, launched=True),
 }
+OF_SLICES = {"in float64": in_float64}
 
 
 def norms_by(form, groups, leaves):
     plain = order_2._plain_sums(groups, leaves)
     counts = (1.0,) * len(plain)
-    if form in OF_SQUARES:
-        norms = FORMS[form](groups, counts, plain, leaves)
+    if form in OF_SQUARES | OF_SLICES:
+        norms = (OF_SQUARES | OF_SLICES)[form](groups, counts, plain, leaves)
     else:
         norms = FORMS[form](plain, leaves, groups, order_2._of_three, counts)
     return [norm.value for norm in norms]
@@ -244,7 +257,7 @@ def units_of_every_size(dtype):
 @each_value
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
 @pytest.mark.parametrize("by", ["leaf", "column", "row"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMS | OF_SLICES)
 def test_each_of_many_sums_has_its_own_range_in_every_form(form, by, dtype):
     leaves = units_of_every_size(dtype)
     axes = [None if by == "leaf" or x.ndim < 2 else (0 if by == "column" else -1,) for x in leaves]
@@ -322,3 +335,17 @@ def test_the_largest_element_has_the_whole_gradient_of_the_largest_norm_in_every
     rows = rows / jnp.asarray([[1.0, 1.5, 2.0, 2.5]])
     gradients = jax.vmap(jax.grad(lambda row: cg.global_norm(row, jnp.inf)))(rows)
     np.testing.assert_array_equal(gradients, rows == rows.max(axis=1, keepdims=True))
+
+
+def test_the_road_from_an_update_to_the_squares_goes_through_four_files(monkeypatch):
+    root, square, road = pathlib.Path(cg.__file__).parent, order_2.square, []
+
+    def seen(leaf):
+        places = [pathlib.Path(frame.filename) for frame in traceback.extract_stack()]
+        road.extend(dict.fromkeys(p.name for p in places if p.is_relative_to(root)))
+        return square(leaf)
+
+    monkeypatch.setattr(order_2, "square", seen)
+    grads, tx = [np.ones(3, np.float32)], cg.clip_by_global_norm(1.0)
+    jax.jit(tx.update)(grads, tx.init(grads))
+    assert road == ["gradient_clip.py", "clipping.py", "global_norm.py", "norms.py"]

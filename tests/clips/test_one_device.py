@@ -3,6 +3,8 @@
 What holds on any number of devices stands in other files, with the fixture `devices`.
 """
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -143,3 +145,38 @@ def test_inside_of_shard_map_on_one_device_a_clip_is_as_outside(
     for size in (1.0, 1e-30, 1e30):
         expected = jax.jit(clip(()))(grads * size)
         np.testing.assert_allclose(jax.jit(inside)(grads * size), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64", "complex64"])
+def test_statistics_of_a_global_norm_count_nan_and_inf_in_the_branch_of_the_norm(dtype):
+    with jax.enable_x64(dtype == "float64"):
+        good = np.ones((4, 3), jnp.dtype(dtype))
+        bad = good.copy()
+        bad[0, :2], bad[3, 1] = np.nan, -np.inf
+        tx = cg.clip_by_global_norm(1.0, stats=True)
+        program = (
+            jax.jit(tx.update)
+            .lower([good, good], tx.init([good, good]))
+            .compile(compiler_options=RELEASED)
+        )
+        for tree, count in (([good, good], 0), ([bad, good], 3), ([bad, bad], 6)):
+            state = program(tree, tx.init(tree))[1]
+            assert state.stats.nonfinite == count
+            assert np.isnan(state.stats.norm) == np.isnan(state.stats.clipped_norm) == (count > 0)
+        if dtype != "float16":  # whose norm needs no branch
+            assert branches(program.as_text())[0].count(" conditional(") == 1
+
+
+def test_the_numbers_of_a_unit_are_computed_once_and_not_for_each_element():
+    leaf = jax.ShapeDtypeStruct((400, 30), jnp.float32)
+    program = jax.jit(cg.AdaptiveClip(0.1)).lower(leaf, leaf).compile(compiler_options=RELEASED)
+    (loop,) = [
+        part
+        for part in program.as_text().split("\n\n")
+        if re.search(r"ROOT .*f32\[400,30\]", part) and "ENTRY" not in part
+    ]
+    operations = re.findall(
+        r"f32\[400,30\]\{1,0\} (multiply|divide|select|maximum|minimum)\(", loop
+    )
+    assert sorted(operations) == ["multiply", "multiply", "select"]
+    assert len(re.findall(r"f32\[1,30\]\S* (\w+)\(", loop)) <= 3  # two arrays of parameters

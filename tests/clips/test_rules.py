@@ -538,3 +538,14 @@ def test_an_element_costs_a_clip_what_it_costs_optax():
     lowered = jax.jit(scaled_down).lower(array(np.ones((5, 7))), Norm(*numbers), array(np.ones(())))
     of_elements = re.findall(r"stablehlo\.(\w+) .*tensor<5x7xf32>$", lowered.as_text(), re.M)
     assert [x for x in of_elements if x != "broadcast_in_dim"] == ["divide", "multiply", "select"]
+
+
+@pytest.mark.usefixtures("devices")
+@pytest.mark.parametrize("limit", [1e-30, 1e-33, 1e-36])
+@pytest.mark.parametrize("rule", [cg.ClipByNorm, cg.ClipByGlobalNorm, cg.ClipByBlockRMS])
+def test_a_tiny_limit_of_the_largest_norms_is_no_zero(rule, limit):
+    leaf = np.float32([3e38, 1e38, -2e38])
+    (clipped,) = jax.jit(rule(limit))([leaf])
+    wide = np.float64(leaf)
+    norm = np.sqrt((np.mean if rule is cg.ClipByBlockRMS else np.sum)(wide * wide))
+    np.testing.assert_allclose(clipped, wide / norm * limit, rtol=4e-7)

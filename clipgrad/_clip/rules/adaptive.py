@@ -1,6 +1,7 @@
 """Adaptive gradient clipping: limits relative to the norms of the parameters."""
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -132,7 +133,10 @@ class AdaptiveClip(MeasuringRule):
         of_units = [units.norm for units in norms]
         weights = [units.weights for units in norms]
         thresholds = limits_by_leaf(self, of_units)
-        limits = for_each(finite_product, [()] * len(norms), thresholds, weights)
+        # Of a number that does not enlarge, a product cannot leave the range.
+        is_small = isinstance(self.clipping, int | float) and self.clipping <= 1
+        product = operator.mul if is_small else finite_product
+        limits = for_each(product, [()] * len(norms), thresholds, weights)
         return list(zip(of_units, limits, strict=True))
 
 
@@ -142,7 +146,7 @@ def unit_norms(
     """For each leaf the norms of the units of its gradient, and of its weights."""
     leaves, weights = clippable_leaves(grads), parameters_like(grads, params)
     both = [*leaves, *map(jnp.asarray, weights)]
-    norms = slice_norms(both, [*axes, *axes], axis_name=axis_name)
+    norms = slice_norms(both, [*axes, *axes], axis_name=axis_name, values_from=len(leaves))
     return list(zip(norms[: len(leaves)], norms[len(leaves) :], strict=True))
 
 

@@ -82,6 +82,11 @@ class AutoNorm(MeasuringRule):
         warn_of_parts("AutoNorm", clippable_leaves(grads), self.axis_name)
         return [tree_norm(grads, axis_name=self.axis_name)]
 
+    def measure_and_count(self, grads: Any, params: Any = None) -> list[Norm]:
+        """The norm of the whole tree, and how many elements are NaN or inf."""
+        warn_of_parts("AutoNorm", clippable_leaves(grads), self.axis_name)
+        return [tree_norm(grads, axis_name=self.axis_name, counts=True)]
+
     def norms_and_limits(self, norms: Sequence[Norm]) -> list[Limit]:
         """The norm of the tree, and what it becomes."""
         (norm,) = norms

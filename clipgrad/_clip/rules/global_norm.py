@@ -80,6 +80,11 @@ class ClipByGlobalNorm(MeasuringRule):
         warn_of_parts("ClipByGlobalNorm", clippable_leaves(grads), self.axis_name)
         return [tree_norm(grads, self.ord, self.axis_name)]
 
+    def measure_and_count(self, grads: Any, params: Any = None) -> list[Norm]:
+        """The norm of the whole tree, and how many elements are NaN or inf."""
+        warn_of_parts("ClipByGlobalNorm", clippable_leaves(grads), self.axis_name)
+        return [tree_norm(grads, self.ord, self.axis_name, counts=True)]
+
     def norms_and_limits(self, norms: Sequence[Norm]) -> list[Limit]:
         """The norm of the tree, and ``max_norm``."""
         return [(norm, limit_of(self.max_norm, norm)) for norm in norms]

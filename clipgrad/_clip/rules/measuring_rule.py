@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -98,6 +99,10 @@ class MeasuringRule(ClipRule):
         """For each group the least threshold that changes nothing, as ``value``, and its parts."""
         raise NotImplementedError
 
+    def measure_and_count(self, grads: Any, params: Any = None) -> list[Any]:
+        """`measure` for statistics: a norm of the whole tree may have the count of NaN and inf."""
+        return self.measure(grads, params)
+
     def group_axes(self, grads: Any) -> list[Axes]:
         """For each leaf the axes that a group of it spans; ``None``: the whole leaf."""
         return [None] * len(clippable_leaves(grads))
@@ -132,11 +137,27 @@ def scaled_down(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
     element is what optax computes, so that XLA makes the same program of it and the optimizer
     behind it, and compiles it in the same time.
     """
+    if norm.root.ndim:
+        return _slices_scaled_down(leaf, norm, limit)
     wide = with_real_dtype(leaf, norm.root.dtype.name)
     limit = norm.scaled(limit)
     shrunk = scaled_to(wide, norm.divisor, limit).astype(leaf.dtype)
-    within = norm.divisor <= limit
-    return if_else(broadcast_like(within, leaf) if within.ndim else within, leaf, shrunk)
+    return if_else(norm.divisor <= limit, leaf, shrunk)
+
+
+def _slices_scaled_down(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
+    """`scaled_down` by many norms: for an element there are two products and a choice.
+
+    The numbers of a slice end in a quotient, which XLA computes once for the slice, and not for
+    each element in the loop of the leaf: the scaled limit, or a negative number within the limit.
+    """
+    wide = with_real_dtype(leaf, norm.root.dtype.name)
+    # XLA would make a product of a quotient by a quotient.
+    down = jax.lax.reduce_precision(1 / norm.scale, jnp.finfo(norm.scale.dtype).nexp, 0)
+    within = norm.divisor <= limit * norm.scale
+    scaled = if_else(within, -1, limit) / down
+    shrunk = scaled_to(wide, norm.divisor, scaled).astype(leaf.dtype)
+    return if_else(broadcast_like(scaled < 0, leaf), leaf, shrunk)
 
 
 def scale_each(function: Callable[..., Any], tree: Any, *lists: Sequence[Any]) -> Any:
