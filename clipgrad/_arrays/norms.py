@@ -156,7 +156,7 @@ def global_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> jax.Ar
       axis_name: inside `jax.shard_map`, `jax.pmap` or ``jax.vmap(axis_name=...)``, the name or
         names of the mapped axes over which the tree is spread; under `jax.jit` you do not need
         this. By default `jax.shard_map` tracks which leaves differ between devices, and a leaf that
-        is the same on all devices counts once (JAX does not know this about a `lax.all_gather`
+        is the same on all devices counts once (JAX does not know this about a `jax.lax.all_gather`
         result). With ``check_vma=False``, `jax.pmap` and `jax.vmap`, every leaf counts as spread,
         so a leaf that is the same counts once for each device, with a warning. ``jax.P("x")``
         instead of ``"x"`` says that every leaf is spread. Without ``axis_name``, each device

@@ -79,7 +79,7 @@ def _scaled_to_jvp(primals: Any, tangents: Any) -> Any:
     return scaled_to(leaf, divisor, limit), times(dleaf, factor) + times(part, dfactor)
 
 
-def increment_if(condition: jax.Array, count: Any) -> jax.Array:
+def increment_if(condition: Any, count: Any) -> jax.Array:
     """``count``, one more if ``condition`` holds; it stops at the largest integer."""
     count = jnp.asarray(count)
     is_more = lax.bitwise_and(condition, lax.lt(count, number(jnp.iinfo(count.dtype).max, count)))
@@ -106,7 +106,7 @@ def if_else(condition: jax.Array, yes: Any, no: Any) -> jax.Array:
     return lax.select(condition if not condition.ndim else _filled(condition, shape), yes, no)
 
 
-def number(value: float, like: jax.Array) -> np.ndarray:
+def number(value: Any, like: jax.Array) -> np.ndarray:
     """A number in the dtype of an array, for the operations of `jax.lax`.
 
     Those of `jax.numpy` are calls, and each is traced once more for each type of its operands.

@@ -6,7 +6,7 @@ Program to Find the Euclidean Norm of a Vector, 1978; Anderson, Algorithm 978, 2
 that leave room for sums of very many elements.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ class _Range(NamedTuple):
 _RANGES = {"float32": _Range(-30, 50, -90, 73), "float64": _Range(-450, 450, -550, 600)}
 
 
-def _bounded_product(size: jax.Array, scale: jax.Array) -> jax.Array:
+def _bounded_product(size: jax.Array, scale: Any) -> jax.Array:
     """A product to be squared: of that alone XLA would make ``(x * x) * (c * c)``.
 
     Both factors would be out of range. It does so where the scale is a constant.

@@ -131,7 +131,7 @@ def _host_buckets(flat: np.ndarray, start: int) -> np.ndarray:
     twice = np.concatenate([rows, rows], axis=-1)  # so a row that is turned is one piece of memory
     windows = np.lib.stride_tricks.sliding_window_view(twice, NUMBERS, axis=-1)
     turned = windows[..., np.arange(len(shifts)), shifts, :]
-    return np.sum(turned, axis=-2, dtype=np.float64)
+    return np.asarray(np.sum(turned, axis=-2, dtype=np.float64))
 
 
 @functools.lru_cache(maxsize=128)  # 9 MiB at most

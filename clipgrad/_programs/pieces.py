@@ -97,7 +97,7 @@ class Piece:
       taken: what becomes of outputs, see `ByPieces`.
     """
 
-    run: Callable[..., Any]
+    run: Any
     inputs: list[Var]
     outputs: list[Var]
     freed: list[Var]
