@@ -54,7 +54,7 @@ def _of(room: str, tests: str, *rows: tuple[str, ...]) -> list[Mutant]:
 MUTANTS = [
     *_of("clip", "laws rules",
         ("_clip/rules/measuring_rule.py",
-         "return if_else(broadcast_like(within, leaf) if within.ndim else within, leaf, shrunk)",
+         "return if_else(norm.divisor <= limit, leaf, shrunk)",
          "return shrunk"),
         ("_clip/rules/measuring_rule.py",
          "scaled_to(wide, norm.divisor, limit)",

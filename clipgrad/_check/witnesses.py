@@ -12,13 +12,12 @@ from clipgrad._check import vectors
 from clipgrad._check.checked_function import CheckedFunction
 from clipgrad._check.float64 import Unsupported, Wide, in_float64
 from clipgrad._check.slopes import Evaluation, Neighborhood, spread
-from clipgrad._check.tolerances import RUNS_OF_GRADIENT, narrowest
+from clipgrad._check.tolerances import GRADIENTS, RUNS_OF_GRADIENT, narrowest
 from clipgrad._check.traced_again import CompiledVJP, has_rules, is_traced
 from clipgrad._check.user_code import UserError, call_compiled, call_user
 from clipgrad._programs import Parts, rounded_in_float64
 
 Call = Callable[[list, _programs.Hook | None], Any]
-GRADIENTS = 4  # by two cotangents at two points
 
 
 class VJP(NamedTuple):
