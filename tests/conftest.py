@@ -23,6 +23,24 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+# What JAX compiles while the tests are imported, which each process does.
+AT_IMPORT = collections.Counter()
+
+
+def _counting(counts):
+    """A listener that counts compiled programs by the names of their functions."""
+
+    def listen(event, duration, **details):
+        del duration
+        if event.endswith("backend_compile_duration"):
+            counts[str(details["fun_name"])] += 1
+
+    return listen
+
+
+_COUNT_AT_IMPORT = _counting(AT_IMPORT)
+jax.monitoring.register_event_duration_secs_listener(_COUNT_AT_IMPORT)
+
 from tests import costs, helpers  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -61,28 +79,15 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: not any(m.kwargs.get("first") for m in item.iter_markers("slow")))
 
 
-# What JAX compiles while the tests are imported, which each process does.
-_AT_IMPORT = collections.Counter()
-
-
-def _note(event, duration, **details):
-    del duration
-    if event.endswith("backend_compile_duration"):
-        _AT_IMPORT[str(details["fun_name"])] += 1
-
-
-jax.monitoring.register_event_duration_secs_listener(_note)
-
-
 @pytest.fixture
 def compiled_at_import():
     """A counter of the programs compiled while the tests were imported."""
-    return _AT_IMPORT
+    return AT_IMPORT
 
 
 def pytest_collection_finish():
     """The garbage collector need not look again and again at what stays, as what was imported."""
-    jax.monitoring.unregister_event_duration_listener(_note)
+    jax.monitoring.unregister_event_duration_listener(_COUNT_AT_IMPORT)
     gc.freeze()
     gc.set_threshold(10_000, 20, 50)
 
@@ -130,12 +135,7 @@ def users_promotion():
 def compiled():
     """A counter of the programs compiled, by the names of their functions."""
     counts = collections.Counter()
-
-    def listen(event, duration, **details):
-        del duration
-        if event.endswith("backend_compile_duration"):
-            counts[str(details["fun_name"])] += 1
-
+    listen = _counting(counts)
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield counts
     jax.monitoring.unregister_event_duration_listener(listen)

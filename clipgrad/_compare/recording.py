@@ -118,7 +118,7 @@ class Recording:
         how far rounding moves the numbers: in eight runs of one compiled program. ``whole`` keeps
         the arrays of a loss and of its gradients, too.
         """
-        run = self._compiled if dtype is None else self._jitted(Widen(dtype))
+        run = self._compiled if dtype is None else self._jitted(Widen(dtype), dtype == jnp.float64)
         record = dataclasses.replace(self.record, rows=self._rows(self._called(run), whole=whole))
         if floor:
             self.measure(record)
@@ -191,21 +191,23 @@ class Recording:
         most, with_taken = self._by_pieces.sizes(self.leaves)
         return with_taken - most <= max(MOST_WHOLE, most // 2)
 
-    def _jitted(self, hook: Hook) -> Callable[[list], list]:
+    def _jitted(self, hook: Hook, is_wide: bool = False) -> Callable[[list], list]:
         program = self.traced.program
         constant = hook.constant
         run = lambda leaves: evaluate(program, [constant(x, None) for x in leaves], hook)  # noqa: E731
-        return self._runner(run)
+        return self._runner(run, is_wide=is_wide)
 
-    def _runner(self, run: Callable[..., list], runs: int = 1) -> Callable[..., list]:
-        jit = self._jit(runs)
+    def _runner(
+        self, run: Callable[..., list], runs: int = 1, is_wide: bool = False
+    ) -> Callable[..., list]:
+        jit = self._jit(runs, is_wide)
         return ByPieces(run, jit, self._taken) if self.is_by_pieces else jit(run)
 
-    def _jit(self, runs: int = 1) -> Callable[..., Callable]:
+    def _jit(self, runs: int = 1, is_wide: bool = False) -> Callable[..., Callable]:
         """`jax.jit`, with little optimization unless that could take much more memory."""
         has_room = self.is_by_pieces or _most_whole(self.record) <= MOST_WHOLE
         is_brief = has_room and not self.sketched
-        return jit_by_size(self.traced.program, runs) if is_brief else jax.jit
+        return jit_by_size(self.traced.program, runs, is_wide) if is_brief else jax.jit
 
     @functools.cached_property
     def _taken(self) -> dict[int, Callable[[Any], np.ndarray]]:

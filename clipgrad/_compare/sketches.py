@@ -198,9 +198,11 @@ def _code_of(flat: Any, finite: Any, hashes: Any, xp: Any) -> Any:
 def _sizes(x: Any, xp: Any) -> tuple[Any, Any]:
     """The norms and the largest magnitudes, each of shape (..., 1); squares do not overflow."""
     largest = xp.max(xp.abs(x), axis=-1, initial=0, keepdims=True)
-    scale = xp.where(largest > 0, largest, 1)
+    # XLA multiplies by the inverse, and that of the largest numbers it flushes to 0.
+    most = 2.0 ** (jnp.finfo(x.dtype).maxexp * 25 // 32)
+    scale = xp.where(largest > 0, xp.where(largest > most, most, largest), 1)
     squares = xp.sum(xp.square(x / scale), axis=-1, keepdims=True)
-    return largest * xp.sqrt(squares), largest
+    return scale * xp.sqrt(squares), largest
 
 
 def hashes_of(positions: Any, first: int = 0) -> Any:

@@ -57,7 +57,8 @@ def jit_by_size(
 def element_count(program: Any, is_wide: bool = False) -> int:
     """The number of elements that a program reads and computes, in each loop at all known steps."""
     jaxpr = opened(program)[0]
-    read = sum(math.prod(v.aval.shape) for v in jaxpr.invars if hasattr(v.aval, "shape"))
+    leaves = (*jaxpr.invars, *jaxpr.constvars)
+    read = sum(math.prod(v.aval.shape) for v in leaves if hasattr(v.aval, "shape"))
     return read + _computed(jaxpr, is_wide)
 
 

@@ -170,7 +170,7 @@ class ByPieces:
         values |= dict(zip(jaxpr.constvars, constants, strict=True))
         noted: dict[Var, np.ndarray] = {}
         for piece, is_returned in zip(self._pieces, self._returns, strict=True):
-            if is_returned:
+            if is_returned and jax.default_backend() == "cpu":  # else it is not the host's
                 return_free_memory()
             noted |= piece(values)
         results = []

@@ -18,8 +18,8 @@ CORE = {"wrong": "wrong_deep_inside_a_scan", "right": "missing_factor"}
 def rows(kind, table):
     """Half of the rows, each in one of its types, in turn: others with another `helpers.SEED`.
 
-    A row takes over a CPU second. What one seed leaves out, the next one has, and six of them have
-    each row in each type.
+    A row takes over a CPU second. What one seed leaves out, the next one has; six of them have each
+    row in each type, and eighteen at each point.
     """
     turn = [(i, *row) for i, row in enumerate(table.items(), SEED)]
     chosen = [

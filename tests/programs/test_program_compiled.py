@@ -52,7 +52,9 @@ def test_a_convolution_in_float64_has_the_work_of_its_products():
     assert element_count(convolution(5), is_wide=True) == read + 4 * 32 * 32 * 16 * 5 * 5 * 8
 
 
-def test_options_that_a_compiler_does_not_know_are_left_out(monkeypatch):
+def test_options_that_a_compiler_does_not_know_are_left_out():
     known = {"xla_backend_optimization_level": 0}
     assert compiled._those_known(known | {"xla_no_such_option": 1}) == known
     assert compiled._those_known(known) == known
+    assert compiled.low_optimization() and compiled.some_optimization()
+    assert compiled.low_optimization() != compiled.some_optimization()

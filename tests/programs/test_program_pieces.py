@@ -1,5 +1,6 @@
 """Programs that run piece by piece, equal pieces compiled once."""
 
+import platform
 import types
 
 import jax
@@ -144,13 +145,20 @@ def test_free_memory_is_returned_where_it_would_need_more_than_the_arrays(
 def test_free_memory_is_returned_by_glibc_alone(platform, has_trim, monkeypatch):
     """And elsewhere nothing happens: not on another system, nor with another C library."""
     trimmed = []
-    library = types.SimpleNamespace(**({"malloc_trim": trimmed.append} if has_trim else {}))
+    trim = lambda spare: trimmed.append(spare)  # noqa: E731
+    library = types.SimpleNamespace(**({"malloc_trim": trim} if has_trim else {}))
     monkeypatch.setattr(free_memory.sys, "platform", platform)
     monkeypatch.setattr(free_memory.ctypes, "CDLL", lambda name: library)
     free_memory._trim.cache_clear()
     free_memory.return_free_memory()
     free_memory._trim.cache_clear()
     assert trimmed == ([0] if has_trim and platform == "linux" else [])
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_glibc_has_the_function_that_returns_free_memory():
+    trim = free_memory._trim()
+    assert trim is not None and trim(0) in (0, 1)
 
 
 def scanned(length):

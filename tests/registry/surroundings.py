@@ -74,9 +74,11 @@ AROUND = [
 ]  # fmt: skip
 
 
-def drawn(names: Iterable[str], around: list[Callable] = AROUND) -> list[tuple[str, Callable]]:
+def drawn(
+    names: Iterable[str], around: list[Callable] = AROUND, seed: int = SEED
+) -> list[tuple[str, Callable]]:
     """Each name with one of the surroundings, in turn: with another one for another seed."""
-    return [(name, around[(i + SEED) % len(around)]) for i, name in enumerate(names)]
+    return [(name, around[(i + seed) % len(around)]) for i, name in enumerate(names)]
 
 
 def row_id(value: Any) -> str:
