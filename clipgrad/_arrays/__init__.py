@@ -102,6 +102,7 @@ from clipgrad._arrays.trees import is_clippable as is_clippable
 from clipgrad._arrays.trees import is_complex as is_complex
 from clipgrad._arrays.trees import is_float_array as is_float_array
 from clipgrad._arrays.trees import is_none as is_none
+from clipgrad._arrays.trees import is_tracing as is_tracing
 from clipgrad._arrays.trees import leaf_names as leaf_names
 from clipgrad._arrays.trees import leaf_paths as leaf_paths
 from clipgrad._arrays.trees import leaves_with_keys as leaves_with_keys

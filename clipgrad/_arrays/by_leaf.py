@@ -59,7 +59,7 @@ def looped_jvp(function: Callable[..., Any], primals: Any, tangents: Any) -> Any
 
 
 def run_in_loop(function: Callable[..., Any], *numbers: jax.Array) -> Any:
-    """`looped`, which cannot be differentiated in reverse."""
+    """`looped` for what is not differentiated; the first is a real scalar, from 0 on or NaN."""
     axes = frozenset[str]().union(*map(varying_axes, numbers))  # inside of `shard_map`
     varying = functools.partial(jax.tree.map, lambda x: to_varying(x, axes))
     types = jax.eval_shape(function, *numbers)

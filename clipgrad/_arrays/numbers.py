@@ -80,9 +80,10 @@ def _scaled_to_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def increment_if(condition: Any, count: Any) -> jax.Array:
-    """``count``, one more if ``condition`` holds; it stops at the largest integer."""
+    """``count``, one more if ``condition`` holds; it stops at the largest number of its type."""
     count = jnp.asarray(count)
-    is_more = lax.bitwise_and(condition, lax.lt(count, number(jnp.iinfo(count.dtype).max, count)))
+    limits = jnp.iinfo if jnp.issubdtype(count.dtype, jnp.integer) else jnp.finfo
+    is_more = lax.bitwise_and(condition, lax.lt(count, number(limits(count.dtype).max, count)))
     return lax.add(count, lax.convert_element_type(is_more, count.dtype))
 
 

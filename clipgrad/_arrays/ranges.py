@@ -163,10 +163,10 @@ def _power_of_two(x: jax.Array) -> jax.Array:
 
 
 def toward_one(root: jax.Array, scale: jax.Array) -> jax.Array:
-    """A factor that makes a small scale of a root 1, or what gives the norm a reciprocal.
+    """A factor that makes the scale of a large norm 1, or a power of two with a reciprocal.
 
-    So a limit stays in range when it is multiplied by the scale: unless it is less than 2 ** -251
-    of the norm, and each element of the result below 2 ** -122.
+    So a limit stays in range when it is multiplied by the scale: in float32 unless it is less than
+    2 ** -251 of the norm, and each element of the result below 2 ** -122.
     """
     down = _RANGES[root.dtype.name].down
     largest = number(2.0 ** -(int(jnp.finfo(root.dtype).maxexp) - 3 + down), root)
@@ -219,9 +219,10 @@ def stacked_sums(down: jax.Array, plain: jax.Array, up: jax.Array) -> jax.Array:
 
 
 def sums_of_norm(norm: jax.Array) -> jax.Array:
-    """The three sums of a norm that is known, along a first axis: the squares of three numbers.
+    """The three sums of a norm that is known, along a first axis.
 
-    One below, which stops where it is not used; and one that is 0 unless it is used.
+    The squares of the norm scaled down, as it is (no larger than can be squared), and scaled up
+    (0 unless that is used).
     """
     rule = _RANGES[norm.dtype.name]
     # As in `bounded_square`, the bound is an array: in a minimum with a number NaN gets lost.

@@ -316,7 +316,7 @@ def _sums_apart(
 
 def wide_sum(axes: tuple[int, ...], keep: bool, leaf: jax.Array) -> jax.Array:
     """The sum of squares in float64, which the context allows."""
-    wide = real_or_absolute(leaf).astype(jnp.float64)
+    wide = real_or_absolute(with_real_dtype(leaf, "float64"))
     return jnp.sum(jnp.square(wide), axis=axes, keepdims=keep)
 
 
@@ -324,7 +324,7 @@ def wide_sums(counts: bool, axes: tuple[int, ...], keep: bool, leaf: jax.Array) 
     """The `wide_sum`, and with ``counts`` the number of elements that are NaN or inf."""
     if not counts:
         return [wide_sum(axes, keep, leaf)]
-    wide = real_or_absolute(leaf).astype(jnp.float64)
+    wide = real_or_absolute(with_real_dtype(leaf, "float64"))
     terms = [jnp.square(wide), (~jnp.isfinite(leaf)).astype(jnp.float64)]
     return _reduced(terms, axes, keep)
 

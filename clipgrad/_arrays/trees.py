@@ -31,11 +31,18 @@ def is_none(leaf: Any) -> bool:
     return leaf is None
 
 
+def is_tracing() -> bool:
+    """Whether JAX traces a function now, in which what is put on a device is an operation."""
+    return isinstance(_put_number(), Tracer)
+
+
+def _put_number() -> jax.Array:
+    return jax.device_put(np.zeros(()))
+
+
 def check_concrete(name: str, values: Any) -> None:
     """Raises `TypeError` inside of a transformation of JAX, where values are not known."""
-    traced = [
-        x for x in (*jax.tree.leaves(values), jax.device_put(np.zeros(()))) if isinstance(x, Tracer)
-    ]
+    traced = [x for x in (*jax.tree.leaves(values), _put_number()) if isinstance(x, Tracer)]
     if traced:
         raise TypeError(
             f"{name}: got a traced array, {described(traced[0])}, expected arrays with values; "

@@ -50,7 +50,7 @@ def measured_norms(rule: Any, tree: Any, params: Any, counts: bool = False) -> l
     ``counts``: they may have the number of NaN and inf, for statistics.
     """
     if counts and scales_by_norms(rule):
-        return rule.measure_and_count(tree, params)
+        return rule._measure_and_count(tree, params)
     is_measured = scales_by_norms(rule) or adaptive_threshold(rule) is not None
     return rule.measure(tree, params) if is_measured else []
 

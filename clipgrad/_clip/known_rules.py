@@ -24,7 +24,7 @@ def is_norm_rule(rule: Any) -> bool:
 _CLIPPING = (
     "__call__",
     "measure",
-    "measure_and_count",
+    "_measure_and_count",
     "norms_and_limits",
     "l2_limits",
     "changes",

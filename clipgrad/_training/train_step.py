@@ -23,6 +23,7 @@ from clipgrad._arrays import (
     donated_leaf,
     explain_call,
     is_complex,
+    is_tracing,
     loss_and_aux,
     overwrite,
     path_string,
@@ -340,13 +341,15 @@ def _check_trained(optimizer: Any, trained: Any, state: TrainState) -> None:
 def _copied_leaf(leaf: Any) -> Any:
     """A copy that is not weakly typed, so that the second step is not traced anew.
 
-    What lies on devices of this process is copied there, without a program for each shape.
+    What lies on devices of this process is copied there, without a program for each shape, unless
+    it is weakly typed or JAX traces: a program would be bound to these devices.
     """
+    leaf = jnp.asarray(leaf) if hasattr(leaf, "__jax_array__") else leaf
     dtype = jnp.result_type(leaf)
     if not isinstance(leaf, jax.Array):
         return jax.device_put(np.array(leaf, dtype))
     is_key = jnp.issubdtype(dtype, jax.dtypes.extended)  # of random numbers in an Equinox module
-    is_here = not isinstance(leaf, Tracer) and leaf.is_fully_addressable
+    is_here = not isinstance(leaf, Tracer) and not is_tracing() and leaf.is_fully_addressable
     if is_here and (is_key or not leaf.weak_type):
         return jax.device_put(leaf, leaf.sharding if leaf.committed else None, may_alias=False)
     return jnp.copy(leaf) if is_key else jnp.array(leaf, dtype, copy=True)

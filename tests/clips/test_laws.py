@@ -417,6 +417,13 @@ def test_squares_out_of_range_raise_nothing_under_debug_infs(case):
         assert np.isfinite(clipped["w"]).all() and np.isfinite(stats.scale)
 
 
+@pytest.mark.parametrize("size", [0.0, 1e-35])
+def test_the_limits_of_slices_raise_nothing_under_debug_infs(size):
+    grads, params = array(np.full((4, 2), size)), array(np.full((4, 2), 1e30))
+    with jax.debug_infs(True):
+        assert np.isfinite(cg.AdaptiveClip(1.0)(grads, params)).all()
+
+
 @first_row
 @everywhere
 @every_case

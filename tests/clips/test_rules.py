@@ -394,6 +394,13 @@ def test_a_rule_without_one_main_threshold_is_refused(marks):
 # -- AdaptiveClip by unit, in the layouts of models; and where optax is wrong.
 
 
+@pytest.mark.parametrize("clipping", [1.0, 1.5, np.float32(0.01), 0.0], ids=str)
+def test_adaptive_clip_by_weights_whose_norm_is_larger_than_float32_scales(clipping):
+    params, grads = array(np.full((4, 2), 3e38)), array(np.full((4, 2), 2.0))
+    clipped = jax.jit(cg.AdaptiveClip(clipping))(grads, params)
+    np.testing.assert_array_equal(clipped, grads if clipping else 0 * np.asarray(grads))
+
+
 # Path, shape, and the axes that one unit spans.
 LAYOUTS = {
     "dense/kernel": ((4, 6), (0,)),

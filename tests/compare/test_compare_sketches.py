@@ -279,7 +279,7 @@ def test_the_sketch_of_a_large_array_is_made_of_parts(shape, monkeypatch):
     assert in_parts[-1] == on_host[-1] == at_once[-1] != 0
 
 
-@pytest.mark.parametrize("largest", [1e38, 3e38, 1e-38, 1e-30])
+@pytest.mark.parametrize("largest", [1e38, 3e38, 1e-37, 1e-30])
 def test_a_sketch_has_the_norm_of_the_largest_and_of_tiny_numbers(largest):
     x = np.float32([largest, 0.2 * largest, 0])
     norm = np.linalg.norm(x.astype(np.float64))

@@ -154,6 +154,14 @@ def test_auxiliary_output(parts, key):
     np.testing.assert_allclose(np.mean(metrics["aux"]["mean"]), np.mean(batch[0]), rtol=1e-5)
 
 
+def test_the_first_state_of_parameters_on_a_device_may_be_made_in_a_program_on_others():
+    step = cg.train_step(lambda w, x: jnp.sum(w * x), optax.sgd(0.1))
+    w = jax.device_put(np.ones(4, np.float32), jax.devices()[1])
+    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])
+    state = jax.jit(lambda: step.init(w), out_shardings=jax.NamedSharding(mesh, jax.P()))()
+    np.testing.assert_array_equal(state.params, 1)
+
+
 def test_the_first_state_is_copied_in_place_and_compiles_nothing(compiled):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     own, spread = np.ones(41, np.float32), jax.NamedSharding(mesh, jax.P("x"))

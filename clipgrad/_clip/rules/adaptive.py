@@ -151,7 +151,9 @@ def unit_norms(
 
 
 def _with_weights(norm: Norm, weights: Norm, eps: jax.Array) -> "UnitNorms":
-    return UnitNorms(norm, at_least(weights.value.astype(norm.root.dtype), eps))
+    value, most = weights.value.astype(norm.root.dtype), float(jnp.finfo(norm.root.dtype).max)
+    # Finite weights may have a norm that is larger than its dtype can hold.
+    return UnitNorms(norm, at_least(if_else(value > most, most, value), eps))
 
 
 class UnitNorms(NamedTuple):

@@ -79,13 +79,14 @@ class AutoNorm(MeasuringRule):
 
     def measure(self, grads: Any, params: Any = None) -> list[Norm]:
         """The norm of the whole tree."""
-        warn_of_parts("AutoNorm", clippable_leaves(grads), self.axis_name)
-        return [tree_norm(grads, axis_name=self.axis_name)]
+        return self._norms(grads)
 
-    def measure_and_count(self, grads: Any, params: Any = None) -> list[Norm]:
-        """The norm of the whole tree, and how many elements are NaN or inf."""
+    def _measure_and_count(self, grads: Any, params: Any = None) -> list[Norm]:
+        return self._norms(grads, counts=True)
+
+    def _norms(self, grads: Any, counts: bool = False) -> list[Norm]:
         warn_of_parts("AutoNorm", clippable_leaves(grads), self.axis_name)
-        return [tree_norm(grads, axis_name=self.axis_name, counts=True)]
+        return [tree_norm(grads, self.ord, self.axis_name, counts)]
 
     def norms_and_limits(self, norms: Sequence[Norm]) -> list[Limit]:
         """The norm of the tree, and what it becomes."""

@@ -16,6 +16,7 @@ from clipgrad._arrays import (
     for_each,
     if_else,
     is_array,
+    one_program_if_eager,
     scaled_to,
     with_clippable,
     with_real_dtype,
@@ -99,8 +100,8 @@ class MeasuringRule(ClipRule):
         """For each group the least threshold that changes nothing, as ``value``, and its parts."""
         raise NotImplementedError
 
-    def measure_and_count(self, grads: Any, params: Any = None) -> list[Any]:
-        """`measure` for statistics: a norm of the whole tree may have the count of NaN and inf."""
+    def _measure_and_count(self, grads: Any, params: Any = None) -> list[Any]:
+        """`measure` for statistics: an L2 norm of the whole tree has the count of NaN and inf."""
         return self.measure(grads, params)
 
     def group_axes(self, grads: Any) -> list[Axes]:
@@ -152,12 +153,17 @@ def _slices_scaled_down(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Ar
     each element in the loop of the leaf: the scaled limit, or a negative number within the limit.
     """
     wide = with_real_dtype(leaf, norm.root.dtype.name)
-    # XLA would make a product of a quotient by a quotient.
-    down = jax.lax.reduce_precision(1 / norm.scale, jnp.finfo(norm.scale.dtype).nexp, 0)
-    within = norm.divisor <= limit * norm.scale
-    scaled = if_else(within, -1, limit) / down
+    scaled = _limits_of_slices(norm.divisor, norm.scale, limit)
     shrunk = scaled_to(wide, norm.divisor, scaled).astype(leaf.dtype)
     return if_else(broadcast_like(scaled < 0, leaf), leaf, shrunk)
+
+
+@one_program_if_eager  # inf of a limit times a scale is no error
+def _limits_of_slices(divisor: jax.Array, scale: jax.Array, limit: jax.Array) -> jax.Array:
+    """The scaled limits of slices that are above them; a negative number for the others."""
+    # XLA would make a product of a quotient by a quotient.
+    down = jax.lax.reduce_precision(1 / scale, jnp.finfo(scale.dtype).nexp, 0)
+    return if_else(divisor <= limit * scale, -1, limit) / down
 
 
 def scale_each(function: Callable[..., Any], tree: Any, *lists: Sequence[Any]) -> Any:
