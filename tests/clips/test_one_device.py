@@ -182,8 +182,7 @@ def test_the_numbers_of_a_unit_are_computed_once_and_not_for_each_element():
     assert len(re.findall(r"f32\[1,30\]\S* (\w+)\(", loop)) <= 3  # two arrays of parameters
 
 
-@pytest.mark.parametrize("rule", [cg.ClipByGlobalNorm, cg.ClipByNorm])
-def test_a_complex_number_whose_absolute_value_is_out_of_range_is_scaled(rule):
+def test_a_complex_number_whose_absolute_value_is_out_of_range_is_scaled_by_the_global_norm():
     grads = {"z": array([3e38 + 3e38j, 1.0], np.complex64)}
-    clipped = jax.jit(rule(1.0))(grads)["z"]
+    clipped = jax.jit(cg.ClipByGlobalNorm(1.0))(grads)["z"]
     np.testing.assert_allclose(clipped, [(1 + 1j) / 2**0.5, 0], rtol=1e-6, atol=1e-37)
