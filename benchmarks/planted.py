@@ -68,6 +68,8 @@ PLANTED = {
         ("_training/leaf_groups.py",
          'path.split("/")[:by]',
          'path.split("/")[-by:]'),
+    ],
+    "training clips": [
         ("_training/metrics.py",
          "jnp.stack([s.skipped for s in skips]).any()",
          "jnp.stack([s.skipped for s in skips]).all()"),
