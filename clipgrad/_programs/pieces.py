@@ -161,6 +161,7 @@ class ByPieces:
         self._program: Any = None
         self._pieces: list[Piece] = []
         self._outputs: list[Any] = []
+        self._live: list[int] = []
         self._returns: list[bool] = []
 
     def __call__(self, *inputs: Any) -> list:
@@ -185,34 +186,39 @@ class ByPieces:
     def sizes(self, *inputs: Any) -> tuple[int, int]:
         """The most bytes that live behind a piece, and with what is taken there."""
         self._trace(inputs)
-        pairs = list(zip(self._live(), self._pieces, strict=True))
+        pairs = zip(self._live, self._pieces, strict=True)
         with_taken = (size + piece.bytes_taken for size, piece in pairs)
-        return max((size for size, _ in pairs), default=0), max(with_taken, default=0)
+        return max(self._live, default=0), max(with_taken, default=0)
 
     def _trace(self, inputs: tuple) -> None:
         if self._program is None:
             self._program = jax.make_jaxpr(self._function)(*inputs)
             cutting = _Cutting(self._program, self._taken)
             self._pieces, self._outputs = cutting.pieces(self._jit), cutting.results
+            self._live = list(self._bytes_behind_pieces())
             self._returns = list(self._where_to_return())
 
-    def _live(self) -> Iterator[int]:
+    def _bytes_behind_pieces(self) -> Iterator[int]:
         """The bytes that live behind each piece, before anything is freed."""
         jaxpr = opened(self._program)[0]
         alive = {*jaxpr.invars, *jaxpr.constvars}
+        size = sum(map(byte_count, alive))
         for piece in self._pieces:
-            alive |= {v for v in piece.outputs if not (v in piece.taken and v in piece.freed)}
-            yield sum(map(byte_count, alive))
-            alive -= {*piece.freed}
+            kept = {v for v in piece.outputs if not (v in piece.taken and v in piece.freed)}
+            size += sum(map(byte_count, kept - alive))
+            yield size
+            alive |= kept
+            ended = alive & {*piece.freed}
+            size -= sum(map(byte_count, ended))
+            alive -= ended
 
     def _where_to_return(self) -> Iterator[bool]:
         """Whether free memory is returned before each piece.
 
         Where arrays, and those that were freed since, would need more than arrays at the peak do.
         """
-        live, free = list(self._live()), 0
-        most = (1 + SPARE) * max(live, default=0)
-        for size, piece in zip(live, self._pieces, strict=True):
+        most, free = (1 + SPARE) * max(self._live, default=0), 0
+        for size, piece in zip(self._live, self._pieces, strict=True):
             is_returned = free >= WORTHWHILE and size + free > most
             yield is_returned
             freed = sum(map(byte_count, {*piece.freed, *piece.taken}))

@@ -94,10 +94,6 @@ def compared(make, grads=GRADS, **arguments):
     return jax.jit(functools.partial(make, **arguments))(grads)
 
 
-def with_rule(make, grads=GRADS, **arguments):
-    return on_devices(1, lambda grads: make(grads, **arguments), grads)
-
-
 def measured(make, tree=GRADS, devices=1, **arguments):
     return on_devices(devices, lambda tree: make(tree, **arguments), tree)
 
@@ -123,7 +119,7 @@ ROWS = {
     "adaptive_grad_clip": (updated, dict(clipping=0.1), dict(clipping=0.2), dict(eps=9.0),
                            dict(axis=-1), SPREAD, OF_CLIPS),
     "gradient_clip": (updated, dict(rule=RULE), dict(rule=OTHER), OF_CLIPS),
-    "clip_grads": (with_rule, dict(rule=RULE), dict(grads={"a": B, "b": A}), dict(rule=OTHER),
+    "clip_grads": (compared, dict(rule=RULE), dict(grads={"a": B, "b": A}), dict(rule=OTHER),
                    dict(params=jax.tree.map(lambda w: 2 * w, PARAMS), rule=cg.AdaptiveClip(0.1)),
                    dict(where="a"), dict(nonfinite="zero", grads=WITH_NAN)),
     "global_norm": (measured, {}, dict(tree={"a": A}), dict(ord=1), SPREAD),
