@@ -17,7 +17,7 @@ from clipgrad._check.report import Failure
 from clipgrad._check.tolerances import LOOSE, ORDERS, Precision, precision, tolerance_of
 from clipgrad._check.user_code import UserError, call_user
 from clipgrad._check.verdict import told_apart
-from clipgrad._check.witnesses import differentiated
+from clipgrad._check.vjp import differentiated
 from clipgrad._check.wrong_rules import lines_to_blame, named_rules
 
 if TYPE_CHECKING:
@@ -137,13 +137,7 @@ def determinism(point: Point, options: Options) -> Claims:
     first, expected, exactly = point.covectors[0], point.computed[0], are_on_cpu(point.xs)
     yield Claim(point.vjp(first), expected, "the pull-back called twice", exactly)
     text = "the function differentiated twice (randomness or side effects?)"
-    anew, compiled = point.witnesses.differentiated_again(point.xs), point.witnesses.compiled
-    if compiled is not None:  # `anew` has its roundings
-        u = vectors.cotangent_leaves(first, point.witnesses.function.outputs)
-        as_compiled = vectors.gradient_vector(compiled.first(point.xs, u)[1])
-        yield Claim(as_compiled, expected, text)
-        expected = as_compiled
-    yield Claim(anew(first), expected, text, exactly)
+    yield Claim(point.vjp.again(point.xs)(first), expected, text, exactly)
 
 
 def linearity(point: Point, options: Options) -> Claims:
@@ -181,13 +175,12 @@ def _leaves_the_range(scaled: np.ndarray, row: Precision) -> np.ndarray:
 
 
 def jit(point: Point, options: Options) -> Claims:
-    """The gradient under `jax.jit` is the eager one."""
+    """The gradient under `jax.jit` is the eager one; what was compiled as a whole has none."""
+    if point.vjp.compiled is not None:
+        return
     function = point.witnesses.function
     u = vectors.cotangent_leaves(point.covectors[0], function.outputs)
-    compiled = point.witnesses.compiled
     gradient = _programs.low_jit(function.pull_back)
-    if compiled is not None:
-        gradient = lambda xs, u: compiled.again(xs)(xs, u)[1]  # noqa: E731
     got = _compiled(point, gradient, (point.xs, u), (function.fun, point.xs))
     text = "under jax.jit, compared with eager"
     yield Claim(vectors.gradient_vector(got), point.computed[0], text)

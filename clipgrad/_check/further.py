@@ -13,7 +13,8 @@ from clipgrad._check.report import Failure
 from clipgrad._check.slopes import Neighborhood
 from clipgrad._check.user_code import UserError, call_user
 from clipgrad._check.verdict import DISPUTED, UNDECIDED, WRONG
-from clipgrad._check.witnesses import differentiated, find_witnesses
+from clipgrad._check.vjp import first_vjp
+from clipgrad._check.witnesses import find_witnesses
 
 SECOND = "second order"
 STRUCTURE = "what is equal, zero or symmetric is kept; what is wrong there alone was not seen"
@@ -42,7 +43,7 @@ def _check_at(point: Point, log: Log, k: int, where: str, keeps: bool) -> bool:
     witnesses, seed = point.witnesses, log.options.seed + k
     nearby = Neighborhood(point.nearby.evaluation, further(witnesses.function, seed, keeps))
     try:
-        vjp = witnesses.differentiated_again(nearby.xs)
+        vjp = point.vjp.again(nearby.xs)
         there = point_at(witnesses, vjp, nearby, point.covectors, log.options)
         log.measured(there)
         _ = nearby.base
@@ -96,7 +97,7 @@ def check_second_order(point: Point, log: Log) -> None:
     notes: list[str] = []
     try:
         function = _vjp(point)
-        vjp = differentiated(function, function.inputs)
+        vjp = first_vjp(function)
         witnesses = find_witnesses(function, notes, point.witnesses)
         covectors = cotangents(function, log.options.seed)
         second = point_at(witnesses, vjp, witnesses.here, covectors, log.options)

@@ -15,7 +15,8 @@ from clipgrad._check.options import Options
 from clipgrad._check.slopes import Neighborhood
 from clipgrad._check.tolerances import FEW, GARBAGE, LEAST, MOST, TAIL, TIMES, Tolerance
 from clipgrad._check.user_code import UserError
-from clipgrad._check.witnesses import VJP, Witness, Witnesses
+from clipgrad._check.vjp import VJP
+from clipgrad._check.witnesses import Witness, Witnesses
 from clipgrad._programs import Parts
 
 EIGHTHS = np.concatenate([-np.arange(4, 13), np.arange(4, 13)]) / 8

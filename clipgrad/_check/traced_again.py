@@ -1,9 +1,9 @@
-"""A function without rules that runs again, without compiling again what it computes.
+"""A function without a user's rules, without compiling again what it computes.
 
 Outside of `jax.jit` JAX compiles each operation, forward and backward, and a loop at each call,
-since its body is a new function each time. What a function without rules computes is what its trace
-says. So once it has run and was differentiated outside of `jax.jit`, its Python runs again in a
-trace, and if that is the same program, the one that is compiled already has the numbers.
+since its body is a new function each time. What such a function computes is what its trace says. So
+its value and gradient are one program. Its Python runs again in a trace, and if that is the same
+program, the one that is compiled already has the numbers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,23 +12,31 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 import clipgrad._programs as _programs
 from clipgrad._check.checked_function import CheckedFunction, Leaves, traced
 from clipgrad._check.user_code import call_compiled, call_user
+from clipgrad._names import is_rule_of_jax
 
 
 def is_traced(function: CheckedFunction) -> bool:
     """Whether a trace says what a function computes, and its derivative is JAX's alone."""
-    return not (has_rules(function) or _programs.side_effects(function.program))
+    if function.program is None or _programs.side_effects(function.program):
+        return False
+    ruled = filter(_has_rule, _programs.equations(function.program))
+    return all(map(is_rule_of_jax, ruled))
 
 
 def has_rules(function: CheckedFunction) -> bool:
     """Whether a derivative rule is not one of JAX's primitives, as far as can be seen."""
     if function.program is None:
         return True
-    equations = _programs.equations(function.program)
-    return any(_programs.is_foreign(e) or _programs.has_own_derivative(e) for e in equations)
+    return any(map(_has_rule, _programs.equations(function.program)))
+
+
+def _has_rule(equation: JaxprEqn) -> bool:
+    return _programs.is_foreign(equation) or _programs.has_own_derivative(equation)
 
 
 def is_traced_alike(function: CheckedFunction) -> bool:

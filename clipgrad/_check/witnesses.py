@@ -1,4 +1,4 @@
-"""The witnesses: the gradient as a program computes it, the rule and plain AD in float64."""
+"""The witnesses of a gradient: the rule as it is written, and plain AD, both in float64."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,52 +13,11 @@ from clipgrad._check.checked_function import CheckedFunction
 from clipgrad._check.float64 import Unsupported, Wide, in_float64
 from clipgrad._check.slopes import Evaluation, Neighborhood, spread
 from clipgrad._check.tolerances import GRADIENTS, RUNS_OF_GRADIENT, narrowest
-from clipgrad._check.traced_again import CompiledVJP, has_rules, is_traced
+from clipgrad._check.traced_again import has_rules
 from clipgrad._check.user_code import UserError, call_compiled, call_user
 from clipgrad._programs import Parts, rounded_in_float64
 
 Call = Callable[[list, _programs.Hook | None], Any]
-
-
-class VJP(NamedTuple):
-    """The result of `jax.vjp` at one point: the outputs, and the map from cotangents."""
-
-    outputs: list[jax.Array]
-    pull: Callable[[Sequence], tuple]
-    like: Sequence[jax.Array]
-
-    def __call__(self, covector: np.ndarray) -> np.ndarray:
-        """The real gradient for a real cotangent vector, as it is computed."""
-        cotangents = vectors.cotangent_leaves(covector, self.like)
-        leaves = call_user(lambda: jax.block_until_ready(self.pull(cotangents)[0]))
-        return vectors.gradient_vector(leaves)
-
-    def rows(self, covectors: np.ndarray) -> np.ndarray:
-        """The gradients for several cotangents, shape (cotangents, inputs)."""
-        return np.stack([self(u) for u in covectors])
-
-
-def differentiated(function: CheckedFunction, xs: Sequence[Any]) -> VJP:
-    """`jax.vjp` at a point, outside of `jax.jit` as in a user's program.
-
-    Without rules, the way back is JAX's alone: it is compiled as one program.
-    """
-    outputs, pull = call_user(jax.vjp, function.fun, list(xs))
-    pull = _in_one_program(pull) if is_traced(function) else pull
-    return VJP(outputs, pull, function.outputs)
-
-
-def _in_one_program(pull: Any) -> Callable[[Sequence], tuple]:
-    """A pull-back, compiled if it can be: a program moves no array to another device."""
-    compiled = _programs.low_jit(lambda pull, cotangents: pull(cotangents))
-
-    def run(cotangents):
-        try:
-            return call_user(compiled, pull, cotangents)
-        except UserError:
-            return pull(cotangents)
-
-    return run
 
 
 class Witness:
@@ -106,9 +65,9 @@ class Witness:
         hook, platform = _programs.NoRules(jnp.float64), self._platform
         program = jax.make_jaxpr(lambda leaves: self.call(leaves, hook))(inputs)
         jit = _jit_of(self._function, GRADIENTS * RUNS_OF_GRADIENT)
-        return jit(
-            lambda leaves, seed, parts: rounded_in_float64(program, leaves, seed, parts, platform)
-        )
+        run = lambda leaves, seed, parts: rounded_in_float64(program, leaves, seed, parts, platform)  # noqa: E731
+        is_cut = _programs.has_repeated_operations(program)
+        return _programs.ByPieces(run, jit) if is_cut else jit(run)
 
 
 def _jit_of(function: CheckedFunction, runs: int) -> Callable[[Callable], Callable]:
@@ -129,7 +88,6 @@ class Witnesses(NamedTuple):
       narrow: the narrowest type that the function computes in.
       is_ruled: whether it has a rule that is not of JAX's own operations.
       loops: whether it holds a loop that stops by its numbers.
-      compiled: the VJP as one program, of a function of which a trace says all.
     """
 
     function: CheckedFunction
@@ -139,15 +97,6 @@ class Witnesses(NamedTuple):
     narrow: str
     is_ruled: bool
     loops: bool = False
-    compiled: CompiledVJP | None = None
-
-    def differentiated_again(self, xs: Sequence[Any]) -> VJP:
-        """`differentiated` at a point, after it was so once: without compiling the same again."""
-        if self.compiled is None:
-            return differentiated(self.function, xs)
-        run, like = self.compiled.again(xs), self.function.outputs
-        outputs, _ = run(xs, [y * 0 for y in like])
-        return VJP(outputs, lambda u: (run(xs, u)[1],), like)
 
 
 def find_neighborhood(
@@ -183,8 +132,7 @@ def find_witnesses(
         plain = _plain_ad(function, first)
         rule = plain if of_function is None and not is_ruled else _rule(function, notes)
     narrow, loops = narrowest([*function.dtypes, *types]), _stops_by_numbers(program)
-    compiled = _compiled_vjp(function) if of_function is None else None
-    return Witnesses(function, rule, plain, here, narrow, is_ruled, loops, compiled)
+    return Witnesses(function, rule, plain, here, narrow, is_ruled, loops)
 
 
 def _plain_ad(function: CheckedFunction, evaluated: Call | None) -> Witness | None:
@@ -210,18 +158,6 @@ def _rule(function: CheckedFunction, notes: list[str]) -> Witness | None:
     except (Unsupported, UserError) as error:
         notes.append(f"no rule in float64 ({error})")
         return None
-
-
-def _compiled_vjp(function: CheckedFunction) -> CompiledVJP | None:
-    """Value and gradient as one program; None where it cannot be one."""
-    if not is_traced(function):
-        return None
-    try:
-        compiled = CompiledVJP(function)
-        compiled.first(function.inputs, [y * 0 for y in function.outputs])
-    except UserError:
-        return None
-    return compiled
 
 
 def _stops_by_numbers(program: Any) -> bool:

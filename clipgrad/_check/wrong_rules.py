@@ -12,7 +12,8 @@ from clipgrad._check.checked_function import CheckedFunction, traced
 from clipgrad._check.float64 import Unsupported, Wide
 from clipgrad._check.tolerances import BLAME
 from clipgrad._check.user_code import UserError, call_user
-from clipgrad._check.witnesses import Witness, differentiated
+from clipgrad._check.vjp import differentiated
+from clipgrad._check.witnesses import Witness
 from clipgrad._names import rule_source, rules_in
 
 Blames = Callable[[CheckedFunction], bool]

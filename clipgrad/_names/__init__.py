@@ -12,6 +12,7 @@ An operation has a place, too (`places`): a module, and a line in the user's fil
 """
 
 from clipgrad._names.custom_rules import custom_rule as custom_rule
+from clipgrad._names.custom_rules import is_rule_of_jax as is_rule_of_jax
 from clipgrad._names.custom_rules import rule_key as rule_key
 from clipgrad._names.custom_rules import rule_source as rule_source
 from clipgrad._names.custom_rules import rules_in as rules_in

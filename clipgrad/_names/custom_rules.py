@@ -59,6 +59,14 @@ def rule_source(equation: JaxprEqn) -> Source | None:
     return next((source for source in sources if source and _is_named(source.file)), None)
 
 
+def is_rule_of_jax(equation: JaxprEqn) -> bool:
+    """Whether a custom rule, and the function that has the rule, are JAX's own, as of `relu`."""
+    if not has_custom_rule(equation):
+        return False
+    sources = _source(_rule_of(equation)), _function_source(equation)
+    return all(source is not None and source.file.startswith(_JAX) for source in sources)
+
+
 def rule_key(equation: JaxprEqn) -> Hashable:
     """A key that all calls of one function with a rule have in common.
 

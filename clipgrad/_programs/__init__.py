@@ -88,6 +88,7 @@ from clipgrad._programs.numeric import use_of as use_of
 from clipgrad._programs.pieces import ByPieces as ByPieces
 from clipgrad._programs.pieces import Inlined as Inlined
 from clipgrad._programs.pieces import can_be_cut as can_be_cut
+from clipgrad._programs.pieces import has_repeated_operations as has_repeated_operations
 from clipgrad._programs.pieces import is_repetitive as is_repetitive
 from clipgrad._programs.programs import axis_lengths as axis_lengths
 from clipgrad._programs.programs import device_count as device_count

@@ -21,9 +21,9 @@ from clipgrad._programs.elements import byte_count, dtype_of, is_reference
 from clipgrad._programs.evaluate import FreedValues, Hook, ProgramValues, bind
 from clipgrad._programs.free_memory import return_free_memory
 from clipgrad._programs.kinds import (
+    WITH_FUNCTIONS,
     called_program,
     detaches,
-    held_programs,
     is_jit,
     is_scan,
     is_tag,
@@ -38,6 +38,7 @@ from clipgrad._programs.widen import Widen
 
 LEAST, MOST = 16, 64  # the operations of a piece, but for the last one
 AHEAD = 4  # the operations behind a cut that decide where it is
+LONG = 4 * MOST  # the operations of a program whose kernels take more than a moment to compile
 REPEATED = 2  # to compile a piece, and to call it for each layer, has costs of its own
 # The bytes of freed arrays that are worth a look at the whole heap, and how much of all arrays at
 # the peak there may be besides: to get pages again for each array takes as long as to compute it.
@@ -62,14 +63,31 @@ class Inlined(Hook):
 
 def is_repetitive(program: Any) -> bool:
     """Whether the different pieces of a program are at most half of it."""
-    if not can_be_cut(program):
-        return False
-    flat = list(_inlined_equations(program))
-    if any(not is_measure(e) and held_programs(e) for e in flat):
-        return False
-    operations = list(map(_operation_of, flat))
+    operations = _operations_to_cut(program)
     different = {tuple(operations[start:end]) for start, end in _cut(operations)}
-    return bool(flat) and REPEATED * sum(map(len, different)) <= len(flat)
+    return bool(operations) and REPEATED * sum(map(len, different)) <= len(operations)
+
+
+def has_repeated_operations(program: Any) -> bool:
+    """Whether the different operations of a long program are at most half of them.
+
+    A hook that computes much at each operation, such as `rounded`, makes pieces of few of them.
+    """
+    operations = _operations_to_cut(program)
+    return len(operations) >= LONG and REPEATED * len(set(operations)) <= len(operations)
+
+
+def _operations_to_cut(program: Any) -> list[tuple]:
+    """The operations of a program; none of one that cannot be cut, or has programs in it.
+
+    The sum of two numbers that a scatter holds is none.
+    """
+    if not can_be_cut(program):
+        return []
+    flat = list(_inlined_equations(program))
+    if any(not is_measure(e) and kind_of(e) not in (None, WITH_FUNCTIONS) for e in flat):
+        return []
+    return list(map(_operation_of, flat))
 
 
 def can_be_cut(program: Any) -> bool:

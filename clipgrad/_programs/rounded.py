@@ -6,7 +6,6 @@ The one answer to the question whether a difference could be rounding.
 import contextlib
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -31,6 +30,7 @@ from clipgrad._programs.evaluate import (
 from clipgrad._programs.kinds import (
     held_programs,
     is_while,
+    kind_of,
 )
 from clipgrad._programs.numeric import Does, does, numeric_of
 from clipgrad._programs.programs import is_foreign
@@ -72,7 +72,8 @@ def rounded(program: Any, inputs: Sequence, seed: Any) -> list:
     Custom rules are entered by what they compute. The seed is an array: one compiled program serves
     all of them.
     """
-    hook = _Rounding(mixed(jnp.asarray(seed, jnp.uint32)), _platform(), itertools.count(1))
+    seed = mixed(jnp.asarray(seed, jnp.uint32))
+    hook = _Rounding(seed, _platform(), _Seeds(seed))
     with one_promotion():
         return evaluate(program, inputs, hook)
 
@@ -123,7 +124,8 @@ def rounded_in_float64(
         name: _in_float64(float(limits.eps), float(limits.smallest_subnormal), parts.results)
         for name, limits in types.items()
     }
-    hook = _Rounding(_spread(seed), number, itertools.count(1), parts, distances, wide=wide)
+    seed = _spread(seed)
+    hook = _Rounding(seed, number, _Seeds(seed), parts, distances, wide=wide)
     with one_promotion():
         return evaluate(program, [wide.constant(x, None) for x in inputs], hook)
 
@@ -136,11 +138,11 @@ def _in_float64(eps: Any, least: Any, part: Any) -> Distance:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class _Rounding(Hook):
-    """Moves results and terms; `numbers` counts operations, in float64 and inside of a `while`."""
+    """Moves results and terms; by `seeds`, each another one, in float64 and inside of a `while`."""
 
     seed: Any
     platform: Any
-    numbers: Iterator[int] = dataclasses.field(metadata={"static": True})
+    seeds: "_Seeds" = dataclasses.field(metadata={"static": True})
     parts: Parts = Parts()
     distances: Mapping[str, Distance] = dataclasses.field(default_factory=dict)
     in_while: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -157,6 +159,7 @@ class _Rounding(Hook):
         if is_measure(equation):
             return bind(equation, inputs)
         if is_entered(equation, self):
+            self.seeds.next()  # here, since `inside` is called in the trace of what is inside
             return None
         if rounding is Does.COPIES or not any(map(holds_floats, equation.outvars)):
             return self._bound(equation, inputs)
@@ -198,7 +201,10 @@ class _Rounding(Hook):
     def inside(self, equation: JaxprEqn, part: Part) -> Self:
         """The hook; inside of a `while` its signs do not depend on numbers."""
         del part
-        return dataclasses.replace(self, in_while=self.in_while or is_while(equation))
+        if kind_of(equation) in self.in_place:
+            return self
+        seeds, in_while = _Seeds(mixed(self.seeds.last)), self.in_while or is_while(equation)
+        return dataclasses.replace(self, seeds=seeds, in_while=in_while)
 
     def _bound(self, equation: JaxprEqn, inputs: list, **changed: Any) -> list:
         if self.wide is not None:
@@ -211,8 +217,7 @@ class _Rounding(Hook):
             return x
         seed = self.seed
         if self.in_while or self.wide is not None:
-            number = jnp.uint32(next(self.numbers) * 0x9E3779B1 % 2**32)
-            seed = mixed(seed + number) if self.wide is None else seed ^ number
+            seed = self.seeds.next() if self.wide is not None else mixed(self.seeds.next())
         by = self._distance(jnp.finfo(dtype), eps, part)
         return _to_neighbors(x, seed, by, by_bits=not self.in_while)
 
@@ -306,6 +311,17 @@ class _Rounding(Hook):
 def _spread(seed: Any) -> Any:
     """A seed that is far from another one, and from a number of an operation."""
     return jnp.asarray(seed, jnp.uint32) * jnp.uint32(0x85EBCA6B)
+
+
+class _Seeds:
+    """Seeds of operations, each made of the one before, so that equal operations are equal code."""
+
+    def __init__(self, last: Any) -> None:
+        self.last = last
+
+    def next(self) -> Any:
+        self.last = self.last + jnp.uint32(0x9E3779B1)
+        return self.last
 
 
 def _platform() -> Any:
