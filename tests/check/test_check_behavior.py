@@ -120,10 +120,6 @@ def doubled_by_half_the_calls():
 
 UNSTEADY = {
     "its value when traced": (lambda x: x * (2.0 if isinstance(x, TRACED) else 1.0), "primal"),
-    "its gradient when compiled": (
-        lambda x: x * (x if is_eager(x) or not isinstance(x, TRACED) else lax.stop_gradient(x)),
-        "jit",
-    ),
     # Which checks see it depends on how many calls come before.
     "its gradient by turns": (doubled_by_half_the_calls(), None),
 }
