@@ -56,7 +56,7 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # The same examples in each run, but with HYPOTHESIS_PROFILE=new, which one job of CI sets.
 _ALL = dict(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.register_profile("same", derandomize=True, max_examples=25, **_ALL)
-hypothesis.settings.register_profile("new", max_examples=100, print_blob=True, **_ALL)
+hypothesis.settings.register_profile("new", max_examples=50, print_blob=True, **_ALL)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 

@@ -4,6 +4,7 @@ A row is slow if it costs more than 0.3 seconds of the processor, or shows in an
 what rows that run by default show. ``pytest`` leaves slow rows out, ``pytest -m ""`` runs all.
 
 * `some_of`: a table as two lists, all rows and those that run by default.
+* `this_turn`: each second row, say, of a table: all of them within two seeds.
 * `first_row`, `first_rows(n)`, `each_value`, `crossed(n)` and `in_turn` stand above the
   ``parametrize`` of a test, one or several.
 
@@ -34,6 +35,12 @@ def some_of(every: Iterable[Any], some: Iterable[Any]) -> list[Any]:
 
 def _slow(row: Any) -> Any:
     return pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=slow)
+
+
+def this_turn(rows: Iterable[Any], of: int = 2, always: Iterable[Any] = ()) -> list[Any]:
+    """Each second row, or so, in turn: another `helpers.SEED` has others; and some rows always."""
+    always = list(always)
+    return [row for i, row in enumerate(rows, SEED) if i % of == 0 or row in always]
 
 
 def in_turn(test: Callable) -> Any:

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 
 import clipgrad as cg
 from tests.check.check_zoo import custom, normal
-from tests.rows import in_turn
+from tests.rows import in_turn, some_of, this_turn
 
 
 def in_a_kernel(function, dtype):
@@ -56,13 +56,7 @@ KERNELS = {
 }
 FACTORS = [0.0, -1.0, 0.5, 2.0, 3.0, 5.0]
 CORE = {("sine", "bfloat16", 2.0), ("sine", "bfloat16", 0.5)}  # and the right one, below
-ROWS = [
-    pytest.param(*row, marks=() if row in CORE else pytest.mark.slow)
-    for name in KERNELS
-    for dtype in ("bfloat16", "float16")
-    for factor in (1.0, *FACTORS)
-    for row in [(name, dtype, factor)]
-]
+ROWS = this_turn(itertools.product(KERNELS, ("bfloat16", "float16"), (1.0, *FACTORS)), always=CORE)
 
 
 def checked(name, dtype, factor, which=0):
@@ -72,7 +66,7 @@ def checked(name, dtype, factor, which=0):
     return cg.check_grads(kernel, args, raise_on_failure=False, points=1)
 
 
-@pytest.mark.parametrize(("name", "dtype", "factor"), ROWS)
+@pytest.mark.parametrize(("name", "dtype", "factor"), some_of(ROWS, CORE))
 def test_a_kernel_in_half_precision_passes_with_the_right_gradient_alone(name, dtype, factor):
     report = checked(name, dtype, factor)
     assert report.ok == (factor == 1.0), str(report)

@@ -19,7 +19,8 @@ from tests.compare.compare_layouts import ARGS as MLP_ARGS
 from tests.compare.compare_layouts import LAYOUTS, mlp
 from tests.compare.compare_models import with_vjp
 from tests.compare.compare_pairs import EQUAL, PLANTED, Draw
-from tests.helpers import SEED, array, key_of
+from tests.helpers import array, key_of
+from tests.rows import this_turn
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
 
@@ -106,8 +107,8 @@ def test_a_file_says_what_its_function_would(fault, folder, right):
 
 
 def rows(table):
-    """An eighth of the pairs, in turn (`helpers.SEED`): all are compared without files."""
-    return [name for i, name in enumerate(table, SEED) if i % 8 == 0 or name in CORE]
+    """An eighth of the pairs: all are compared without files."""
+    return this_turn(table, 8, CORE)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import pytest
 
 import clipgrad as cg
 from tests.helpers import array
+from tests.rows import this_turn
 
 pytestmark = pytest.mark.slow
 
@@ -121,7 +122,7 @@ OTHERS = [call for call in CALLS if call.split(", ")[-1] not in ALIKE]
 PAIRS = [(flag, call) for flag in FLAGS for call in (CALLS if flag == "debug" else OTHERS)]
 
 
-@pytest.mark.parametrize(("flag", "call"), PAIRS)
+@pytest.mark.parametrize(("flag", "call"), this_turn(PAIRS))
 def test_a_flag_changes_no_answer(flag, call, plain, users_promotion):
     if call not in plain:
         plain[call] = CALLS[call]()
