@@ -390,7 +390,7 @@ def rounding_to_small_steps(dtype):
 def a_chaotic_map(dtype):
     del dtype
     step = custom(lambda x: 3.9 * x * (1 - x), lambda r, g: (3.9 * g * (1 - 2 * r[0]),))
-    unrolled = lambda x: functools.reduce(lambda x, _: step(x), range(100), x)
+    unrolled = lambda x: functools.reduce(lambda x, _: step(x), range(50), x)
     return unrolled, (jnp.asarray([0.2, 0.5123, 0.7], jnp.float32),)
 
 

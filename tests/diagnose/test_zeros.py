@@ -22,7 +22,7 @@ from tests.diagnose import zero_cuts
 from tests.diagnose.cut_losses import CUTS as MORE_CUTS
 from tests.diagnose.zero_cuts import CUTS, HEALTHY, NOTED, SILENT, X
 from tests.helpers import array
-from tests.rows import first_row, some_of
+from tests.rows import first_row, some_of, this_turn
 
 
 def trained(p, x):
@@ -112,7 +112,7 @@ def test_the_order_of_causes_is_what_they_say(monkeypatch):
     names = [cause.name for cause in causes.CAUSES]
     turned = turned_around(causes.CAUSES)
     assert sum(a.name != b for a, b in zip(turned, names, strict=True)) > len(names) / 2
-    together = [(cut.function, cut.params) for cut in CUTS]
+    together = [(cut.function, cut.params) for cut in this_turn(CUTS)]
     unsaid, cause_of = set(), zeros.cause_of
 
     def watched(cut, traced, zero):
