@@ -45,6 +45,7 @@ from clipgrad._programs import (
     can_be_cut,
     equations,
     evaluate,
+    has_repeated_operations,
     is_repetitive,
     is_reversed,
     jit_by_size,
@@ -161,7 +162,8 @@ class Recording:
     def measure(self, record: Record, kinds: Sequence[str] = MEASURED) -> None:
         """Add how far rounding moves numbers of a record to the rows of some kinds."""
         program, rows = self.traced.program, record.rows
-        run = self._runner(lambda leaves, seed: rounded(program, leaves, seed), RUNS)
+        moved = lambda leaves, seed: rounded(program, leaves, seed)  # noqa: E731
+        run = self._runner(moved, RUNS, is_cut=has_repeated_operations(program))
         runs = (self._rows(run(self.leaves, jnp.uint32(i)), False) for i in range(1, 1 + RUNS))
         sketches = {i: rows[i].numbers.sketch for kind in kinds for i in record.of(kind)}
         known = {i: x for i, x in sketches.items() if x is not None}
@@ -198,10 +200,16 @@ class Recording:
         return self._runner(run, is_wide=is_wide)
 
     def _runner(
-        self, run: Callable[..., list], runs: int = 1, is_wide: bool = False
+        self,
+        run: Callable[..., list],
+        runs: int = 1,
+        is_wide: bool = False,
+        is_cut: bool = False,
     ) -> Callable[..., list]:
         jit = self._jit(runs, is_wide)
-        return ByPieces(run, jit, self._taken) if self.is_by_pieces else jit(run)
+        if self.is_by_pieces:
+            return ByPieces(run, jit, self._taken)
+        return ByPieces(run, jit) if is_cut else jit(run)
 
     def _jit(self, runs: int = 1, is_wide: bool = False) -> Callable[..., Callable]:
         """`jax.jit`, with little optimization unless that could take much more memory."""
