@@ -8,7 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clipgrad._programs import ByPieces, free_memory, is_repetitive, opened_scans, pieces
+from clipgrad._programs import (
+    ByPieces,
+    Parts,
+    free_memory,
+    has_repeated_operations,
+    is_repetitive,
+    opened_scans,
+    pieces,
+    rounded_in_float64,
+)
 from tests.helpers import array
 
 W = array(np.random.default_rng(0).normal(size=(3, 3)) * 0.5)
@@ -52,6 +61,33 @@ def test_four_times_as_many_layers_are_hardly_more_compiled_pieces():
     assert_same(layers(20), W, X, jit=few)
     assert_same(layers(80), W, X, jit=many)
     assert 2 < few.count <= many.count <= few.count + 1 < 10
+
+
+@pytest.mark.slow
+def test_rounding_of_more_layers_in_float64_is_hardly_more_compiled_pieces():
+    def pieces_of(count):
+        program, jit = jax.make_jaxpr(layers(count))(W, X), Counted()
+        run = lambda leaves, seed: rounded_in_float64(program, leaves, seed, Parts())  # noqa: E731
+        with jax.enable_x64(True):
+            ByPieces(run, jit)([W, X], np.uint32(1))
+        return jit.count
+
+    assert 2 < pieces_of(10) <= pieces_of(40) <= pieces_of(10) + 2
+
+
+def test_a_long_program_has_repeated_operations_and_a_short_or_a_varied_one_has_not():
+    def embedded(count):
+        def loss(w, x):
+            for i in range(count):
+                x = jnp.tanh(x[jnp.arange(3)] @ w) if i % 2 else x.at[0].add(0.5)
+            return jnp.mean(x**2)
+
+        return jax.make_jaxpr(jax.grad(loss))(W, X)
+
+    assert has_repeated_operations(embedded(80))  # a scatter holds the sum of two numbers
+    assert not has_repeated_operations(embedded(4))
+    varied = lambda x: [jnp.sin(x[i:]) + x[: 300 - i] for i in range(200)]  # noqa: E731
+    assert not has_repeated_operations(jax.make_jaxpr(varied)(np.ones(300, np.float32)))
 
 
 @pytest.mark.slow

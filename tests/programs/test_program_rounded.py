@@ -204,6 +204,27 @@ def test_rounding_is_a_function_of_the_number_its_position_and_the_seed(dtype):
     assert 0.4 < np.mean(first != 0) < 0.6  # each seed has signs of its own
 
 
+def test_each_operation_rounds_equal_numbers_its_own_way_in_float64():
+    """A gradient may take the difference of two, as at a minimum."""
+
+    def twice(x):
+        scanned = [lax.scan(lambda c, _: (c, jnp.tanh(x)), 0, length=2)[1][0] for _ in range(2)]
+        return jnp.tanh(x), jnp.tanh(x), *scanned
+
+    x = numbers(300, seed=8)
+    program = jax.make_jaxpr(twice)(x)
+
+    @low_jit
+    def run(x, seed):
+        return rounded_in_float64(program, [x], seed, Parts())
+
+    with jax.enable_x64(True):
+        results = jax.device_get([run(np.asarray(x), np.uint32(seed)) for seed in (1, 2)])
+    signs = [np.sign(y - np.tanh(np.float64(x))) for y in (*results[0], results[1][0])]
+    alike = [np.mean(a * b) for i, a in enumerate(signs) for b in signs[:i]]
+    assert max(map(abs, alike)) < 0.25
+
+
 @pytest.mark.parametrize("platform, bits", [("cuda", 10), ("tpu", 7)])
 def test_a_product_in_float32_moves_by_the_passes_of_its_backend(monkeypatch, platform, bits):
     """The platform is known when XLA compiles; here it is given."""
