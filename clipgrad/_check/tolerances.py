@@ -111,6 +111,7 @@ RUNS_OF_FUNCTION, RUNS_OF_GRADIENT = 4, 6  # with other roundings
 # So often slopes evaluate a right function at two points, of small and of large leaves.
 EVALUATIONS = 64
 GRADIENTS = 4  # and so often its gradient: by two cotangents at two points
+VJPS = 16  # and so often the gradient as it is computed: of scaled, masked and added cotangents too
 # Of more than so many elements one is moved little by chance in all runs, and is off by much.
 FEW, TAIL = 64, 1 / 8
 # A gradient below so many of its own roundings in float64 is zero: outputs are rounded too, and

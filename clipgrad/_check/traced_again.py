@@ -16,6 +16,7 @@ from jax.extend.core import JaxprEqn
 
 import clipgrad._programs as _programs
 from clipgrad._check.checked_function import CheckedFunction, Leaves, traced
+from clipgrad._check.tolerances import VJPS
 from clipgrad._check.user_code import call_compiled, call_user
 from clipgrad._names import is_rule_of_jax
 
@@ -98,7 +99,7 @@ def _value_and_gradient(function: CheckedFunction) -> Callable:
         outputs, pull = jax.vjp(function.fun, xs)
         return outputs, pull(cotangents)[0]
 
-    return _programs.low_jit(run)
+    return _programs.jit_by_size(function.program, VJPS)(run)
 
 
 def _holds_loops(program: Any) -> bool:
