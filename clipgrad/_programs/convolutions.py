@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.extend.core.primitives import conv_general_dilated_p
@@ -26,7 +27,8 @@ def takes_few_products(equation: JaxprEqn) -> bool:
     One for each tap of the kernel; or for each place of the output, if these are fewer, as in the
     gradient of a kernel.
     """
-    if equation.params["batch_group_count"] != 1 or any(0 in s for s in _shapes(equation)):
+    shapes = [v.aval.shape for v in (*equation.invars, *equation.outvars)]
+    if equation.params["batch_group_count"] != 1 or any(0 in shape for shape in shapes):
         return False
     return min(_taps_and_places(equation)) <= MOST
 
@@ -39,14 +41,13 @@ def convolved(equation: JaxprEqn, x: Any, kernel: Any) -> Any:
 
 
 def _taps_and_places(equation: JaxprEqn) -> tuple[int, int]:
-    numbers, (_, kernel, out) = equation.params["dimension_numbers"], _shapes(equation)
-    taps = math.prod(kernel[axis] for axis in numbers.rhs_spec[2:])
-    return taps, math.prod(out[axis] for axis in numbers.out_spec[2:])
-
-
-def _shapes(equation: JaxprEqn) -> list[tuple[int, ...]]:
-    avals: list[Any] = [v.aval for v in (*equation.invars, *equation.outvars)]
-    return [aval.shape for aval in avals]
+    numbers, kernel, out = (
+        equation.params["dimension_numbers"],
+        equation.invars[1],
+        equation.outvars[0],
+    )
+    taps = (kernel.aval.shape[axis] for axis in numbers.rhs_spec[2:])
+    return math.prod(taps), math.prod(out.aval.shape[axis] for axis in numbers.out_spec[2:])
 
 
 class _Window:
@@ -69,7 +70,7 @@ class _Window:
         self.x = x.reshape(x.shape[0], groups, -1, *x.shape[2:])
         self.kernel = kernel.reshape(groups, -1, *kernel.shape[1:])
         self.taps = kernel.shape[2:]
-        self.places = [_shapes(equation)[2][axis] for axis in self.out_spec[2:]]
+        self.places = [equation.outvars[0].aval.shape[axis] for axis in self.out_spec[2:]]
 
     def by_taps(self) -> Any:
         """The sum of a product for each tap."""
@@ -109,4 +110,4 @@ class _Window:
         products = jnp.moveaxis(products, (0, -1), (1, 2))
         batch, groups, features = products.shape[:3]
         out = products.reshape(batch, groups * features, *self.places)
-        return jnp.transpose(out, sorted(range(out.ndim), key=self.out_spec.__getitem__))
+        return jnp.transpose(out, np.argsort(self.out_spec))
