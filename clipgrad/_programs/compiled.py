@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 from jax.extend.core import JaxprEqn
+from jax.extend.core.primitives import conv_general_dilated_p
 
-from clipgrad._programs.convolutions import is_convolution, takes_few_products
 from clipgrad._programs.kinds import held_programs, scan_length
 from clipgrad._programs.programs import equations, opened
 
@@ -75,7 +75,7 @@ def _computed(program: Any, is_wide: bool) -> int:
 
 def _products(equation: JaxprEqn) -> int:
     """The products of a convolution for each element: in float64 XLA has no kernel but a loop."""
-    if not is_convolution(equation) or takes_few_products(equation):
+    if equation.primitive is not conv_general_dilated_p:
         return 1
     kernel: Any = equation.invars[1].aval
     return kernel.size // max(1, kernel.shape[equation.params["dimension_numbers"].rhs_spec[0]])

@@ -12,7 +12,6 @@ from jax.core import Tracer
 from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as jax_primitives
 
-from clipgrad._programs.convolutions import convolved, is_convolution, takes_few_products
 from clipgrad._programs.elements import dtype_of, holds_floats
 from clipgrad._programs.evaluate import Hook, Part, bind, is_entered, retrace
 from clipgrad._programs.kinds import (
@@ -90,14 +89,7 @@ class Widen(Hook):
             return [self._sample(equation, inputs)]
         if numeric_of(equation).has_bits or is_foreign(equation):
             return self._as_they_are(equation, inputs)
-        if self._is_by_products(equation, inputs):
-            return [convolved(equation, *inputs)]
         return None if is_entered(equation, self) else self._bound(equation, inputs)
-
-    def _is_by_products(self, equation: JaxprEqn, inputs: list) -> bool:
-        if not (is_convolution(equation) and takes_few_products(equation)):
-            return False
-        return self.dtype == jnp.float64 and all(x.dtype == jnp.float64 for x in inputs)
 
     def _as_they_are(self, equation: JaxprEqn, inputs: list) -> list:
         pairs = zip(equation.invars, inputs, strict=True)
