@@ -20,7 +20,8 @@ FAST_TO_COMPILE = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_use_fusion_emitters": False,  # JAX 0.10: the new emitters compile for longer
     # Else all products of a model are one kernel, which needs all of its widened weights at once.
-    "xla_cpu_experimental_ynn_fusion_type": "",
+    # Convolutions, each by itself, keep their kernel: a loop takes a hundred times as long.
+    "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_CONVOLUTION",
     # Else leaves are widened all at once, before the first of them is needed. In other programs it
     # may take more memory: twice that of a gradient with sketches of its values.
     "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
