@@ -138,29 +138,18 @@ def _range_scale(is_large: jax.Array, is_small: jax.Array, like: jax.Array) -> j
 _LEAST_SQUARE = 2.0**-208
 
 
-# Norms below each bound, and their scale in float32 (see `narrow_root`).
-# * The smallest norms, from 2 ** -126, are scaled like elements.
-# * Up to 2 ** 125 a norm has a reciprocal, and keeps it with the scales of larger ones.
-# * From 2 ** 128 on no norm is a float32; that of 2 ** 44 of the largest elements is 2 ** 150.
-# Between, the scale is large, so that a limit times it stays in range.
-_SCALES = (
-    (2.0 ** _RANGES["float32"].low, 2.0 ** _RANGES["float32"].up),
-    (2.0**125, 1.0),
-    (2.0**128, 2.0**-3),
-    (2.0**150, 2.0**-25),
-)
-
-
 def narrow_root(total: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Root, scale and divisor (see `Norm`) in float32 of a float64 sum of float32 squares.
 
-    The scale is a choice of constants: XLA computes it where it is used, in no kernel of its own.
-    At inf and NaN it is 0, which makes the divisor NaN.
+    Of a norm below 1 the scale is a power of two near the third power of the inverse fourth root:
+    so the root is near that fourth root, whose powers second derivatives divide by. From 1 on it
+    is 1, but for norms without a reciprocal. At inf it is 0, and makes the divisor NaN.
     """
+    one = number(1, total)
     safe = lax.sqrt(if_else(lax.eq(total, number(0, total)), _LEAST_SQUARE, total))
-    scale: jax.Array = lax.full_like(total, 0)
-    for bound, factor in reversed(_SCALES):
-        scale = if_else(lax.lt(safe, number(bound, safe)), factor, scale)
+    small = lax.min(_power_of_two(lax.sqrt(lax.sqrt(safe))), one)
+    large = _power_of_two(lax.max(lax.mul(safe, number(2.0**-125, safe)), one))
+    scale = lax.div(one, lax.mul(lax.mul(lax.mul(small, small), small), large))
     root = lax.sqrt(total)
     root = if_else(lax.gt(scale, number(0, scale)), lax.mul(root, scale), root)
     each = (root, scale, lax.mul(safe, scale))
