@@ -479,21 +479,22 @@ def _finished(is_value: bool, count: float, total: jax.Array) -> Norm:
 def _by_wide_branch(groups: Groups, finishes: Finishes, leaves: Arrays) -> list[Norm]:
     """The plain sums, and only if one of them is out of range others in float64.
 
-    A sum in range stays as it is if another is not.
+    A sum in range stays as it is if another is not. It does not go through the branch, where it
+    would be another kernel for each leaf.
     """
     plain = _plain_sums(groups, leaves)
     with jax.enable_x64(True):
 
-        def again() -> list[jax.Array]:
-            totals = groups.wide_sums(leaves)
-            return for_each(_wide_unless_in_range, [()] * len(plain), plain, totals)
+        def none() -> list[jax.Array]:
+            return [jnp.zeros_like(x, jnp.float64) for x in plain]
 
-        totals = unless_out_of_range(plain, lambda: [x.astype(jnp.float64) for x in plain], again)
-        return for_each(_finished, finishes, totals)
+        totals = unless_out_of_range(plain, none, lambda: groups.wide_sums(leaves))
+        return for_each(_finished_in_range, finishes, plain, totals)
 
 
-def _wide_unless_in_range(plain: jax.Array, total: jax.Array) -> jax.Array:
-    return if_else(is_in_range(plain), plain.astype(jnp.float64), total)
+def _finished_in_range(is_value: bool, count: float, plain: jax.Array, total: jax.Array) -> Norm:
+    total = if_else(is_in_range(plain), plain.astype(jnp.float64), total)
+    return _finished(is_value, count, total)
 
 
 def _by_scaled_branch(groups: Groups, finishes: Finishes, leaves: Arrays) -> list[Norm]:

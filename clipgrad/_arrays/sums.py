@@ -241,13 +241,8 @@ def unless_out_of_range(
     plain: Arrays, ordinary: Callable[[], Any], again: Callable[[], Any]
 ) -> Any:
     """A branch: what is ordinary where all of these sums of squares are in range."""
-    alike: dict[Any, list[jax.Array]] = {}
-    for x in plain:  # numbers are joined, and arrays of one type are compared in one loop
-        alike.setdefault(jax.typeof(x) if x.size > 1 else None, []).append(x)
-    numbers = joined_leaves(alike.pop(None, []))
-    rows = [*([x] for x in numbers), *alike.values()]
-    flags = [functools.reduce(jnp.logical_and, map(is_in_range, row)) for row in rows]
-    return branch(list(map(jnp.all, flags)), ordinary, again)
+    flags = [jnp.all(is_in_range(x)) for x in joined_leaves(plain)]
+    return branch(flags, ordinary, again)
 
 
 def branch(flags: Arrays, ordinary: Callable[[], Any], again: Callable[[], Any]) -> Any:
