@@ -485,10 +485,10 @@ def _by_wide_branch(groups: Groups, finishes: Finishes, leaves: Arrays) -> list[
     plain = _plain_sums(groups, leaves)
     with jax.enable_x64(True):
 
-        def none() -> list[jax.Array]:
+        def unread() -> list[jax.Array]:
             return [jnp.zeros_like(x, jnp.float64) for x in plain]
 
-        totals = unless_out_of_range(plain, none, lambda: groups.wide_sums(leaves))
+        totals = unless_out_of_range(plain, unread, lambda: groups.wide_sums(leaves))
         return for_each(_finished_in_range, finishes, plain, totals)
 
 

@@ -175,7 +175,7 @@ def _leaves_the_range(scaled: np.ndarray, row: Precision) -> np.ndarray:
 
 
 def jit(point: Point, options: Options) -> Claims:
-    """The gradient under `jax.jit` is the eager one; what was compiled as a whole has none."""
+    """The gradient under `jax.jit` is the eager one, if that was computed."""
     if point.vjp.compiled is not None:
         return
     function = point.witnesses.function

@@ -167,7 +167,7 @@ def check_grads(
 
     ``vmap`` and ``outputs`` run only if there is a custom rule (otherwise they would test JAX) and
     if all values are right. If the only rules are those of JAX, one compiled program computes the
-    gradient, and ``jit`` has nothing to compare.
+    gradient, and ``jit`` has nothing to compare; unless its outputs differ from those of the call.
 
     Guarantees:
       * ``notes`` lists every element that could not be verified, and ``not_run`` every check that

@@ -1,9 +1,9 @@
-"""A function without a user's rules, without compiling again what it computes.
+"""A function whose only rules are JAX's: its value and gradient as one program, compiled once.
 
 Outside of `jax.jit` JAX compiles each operation, forward and backward, and a loop at each call,
-since its body is a new function each time. What such a function computes is what its trace says. So
-its value and gradient are one program. Its Python runs again in a trace, and if that is the same
-program, the one that is compiled already has the numbers.
+since its body is a new function each time. What such a function computes is what its trace says.
+Its Python runs again in a trace, and if that is the same program, the one that is compiled already
+has the numbers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ from clipgrad._names import is_rule_of_jax
 
 
 def is_traced(function: CheckedFunction) -> bool:
-    """Whether a trace says what a function computes, and its derivative is JAX's alone."""
+    """Whether a trace says what a function computes, and its only rules are JAX's, as of `relu`."""
     if function.program is None or _programs.side_effects(function.program):
         return False
     ruled = filter(_has_rule, _programs.equations(function.program))
@@ -30,7 +30,7 @@ def is_traced(function: CheckedFunction) -> bool:
 
 
 def has_rules(function: CheckedFunction) -> bool:
-    """Whether a derivative rule is not one of JAX's primitives, as far as can be seen."""
+    """Whether a derivative has a rule beside those of primitives, of JAX or of a user."""
     if function.program is None:
         return True
     return any(map(_has_rule, _programs.equations(function.program)))

@@ -1,5 +1,6 @@
 """Custom derivative rules in a program: which there are, and the lines where they are written."""
 
+import inspect
 import os
 from collections.abc import Hashable
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from clipgrad._names.places import is_users, shown
 from clipgrad._programs import called_program, equations, has_custom_rule, opened
 
 _JAX = os.path.dirname(jax.__file__ or "")
+_WRAPPERS = inspect.getsourcefile(jax.custom_gradient)
 _LIBRARY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _NOTEBOOK = "ipykernel_"  # in the name of a file that a cell is run from
 _RULES = ("bwd", "jvp_jaxpr_fun")  # the parameters that hold the rule
@@ -60,11 +62,16 @@ def rule_source(equation: JaxprEqn) -> Source | None:
 
 
 def is_rule_of_jax(equation: JaxprEqn) -> bool:
-    """Whether a custom rule, and the function that has the rule, are JAX's own, as of `relu`."""
+    """Whether a custom rule, and the function that has the rule, are JAX's own, as of `relu`.
+
+    Those of `jax.custom_gradient` are not, though JAX wraps both in functions of its own.
+    """
     if not has_custom_rule(equation):
         return False
-    sources = _source(_rule_of(equation)), _function_source(equation)
-    return all(source is not None and source.file.startswith(_JAX) for source in sources)
+    rule, function = _source(_rule_of(equation)), _function_source(equation)
+    if rule is None or function is None or function.file == _WRAPPERS:
+        return False
+    return rule.file.startswith(_JAX) and function.file.startswith(_JAX)
 
 
 def rule_key(equation: JaxprEqn) -> Hashable:

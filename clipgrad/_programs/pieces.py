@@ -80,7 +80,7 @@ def has_repeated_operations(program: Any) -> bool:
 def _operations_to_cut(program: Any) -> list[tuple]:
     """The operations of a program; none of one that cannot be cut, or has programs in it.
 
-    The sum of two numbers that a scatter holds is none.
+    The small function in a scatter or a reduction does not count as such a program.
     """
     if not can_be_cut(program):
         return []

@@ -138,7 +138,11 @@ def _in_float64(eps: Any, least: Any, part: Any) -> Distance:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class _Rounding(Hook):
-    """Moves results and terms; by `seeds`, each another one, in float64 and inside of a `while`."""
+    """Moves results and terms.
+
+    In float64 and inside of a `while` each takes the next of `seeds`, which change as they are used
+    and stay in the trace that made them: `inside` makes others.
+    """
 
     seed: Any
     platform: Any

@@ -36,6 +36,20 @@ def test_value_and_gradient_without_a_users_rule_are_one_program(compiled, funct
     assert not {"jit(mul)", "jit(cos)", "jit(logistic)", "jit(add_any)"} & set(compiled)
 
 
+@jax.custom_gradient
+def tenth_too_large_if_eager(x):
+    """Which JAX wraps in functions of its own."""
+    return jnp.sin(x), lambda g: (
+        g * jnp.cos(x) * (1.0 if isinstance(x, jax.core.Tracer) else 1.1),
+    )
+
+
+def test_a_rule_of_custom_gradient_runs_outside_of_jit():
+    x = array(np.linspace(0.1, 0.7, 4))
+    report = cg.check_grads(tenth_too_large_if_eager, (x,), raise_on_failure=False)
+    assert "value" in {failure.check for failure in report.failures}
+
+
 @pytest.mark.slow
 def test_a_program_in_half_precision_with_fewer_roundings_is_differentiated_once(
     compiled,
