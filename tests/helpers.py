@@ -43,6 +43,11 @@ def environment_of_users() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
 
 
+def quick_flags() -> str:
+    """What the tests tell the compiler, but for the number of devices."""
+    return " ".join(f for f in os.environ["XLA_FLAGS"].split() if "device_count" not in f)
+
+
 class Case(NamedTuple):
     """A rule, what it should give, and how far a tree is from its limits.
 

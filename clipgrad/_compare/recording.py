@@ -163,7 +163,8 @@ class Recording:
         """Add how far rounding moves numbers of a record to the rows of some kinds."""
         program, rows = self.traced.program, record.rows
         moved = lambda leaves, seed: rounded(program, leaves, seed)  # noqa: E731
-        run = self._runner(moved, RUNS, is_cut=has_repeated_operations(program))
+        is_cut = not self.is_by_pieces and has_repeated_operations(program)
+        run = self._runner(moved, RUNS, is_cut=is_cut)
         runs = (self._rows(run(self.leaves, jnp.uint32(i)), False) for i in range(1, 1 + RUNS))
         sketches = {i: rows[i].numbers.sketch for kind in kinds for i in record.of(kind)}
         known = {i: x for i, x in sketches.items() if x is not None}

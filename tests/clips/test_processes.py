@@ -15,15 +15,12 @@ import pytest
 
 import clipgrad as cg
 from tests.clips.process_worker import everything, loss, numbers
+from tests.helpers import quick_flags
 
 pytestmark = pytest.mark.slow
 
 ROOT = pathlib.Path(__file__).parents[2]
 SECONDS = 240
-# As in the tests, but for the devices, of which each process has two.
-COMPILED_QUICKLY = " ".join(
-    flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag
-)
 
 
 @contextlib.contextmanager
@@ -37,7 +34,7 @@ def reserved_port():
 
 def start(number, folder, port):
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
-    environment["XLA_FLAGS"] = COMPILED_QUICKLY
+    environment["XLA_FLAGS"] = quick_flags()  # each process adds its two devices
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     for i in range(number):
         command = [sys.executable, "-m", "tests.clips.process_worker", port, number, i, folder]

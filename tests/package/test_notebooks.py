@@ -1,6 +1,5 @@
 """Each notebook runs, and what is stored in it is what it prints."""
 
-import os
 import pathlib
 import re
 import runpy
@@ -8,7 +7,7 @@ import runpy
 import jax
 import pytest
 
-from tests.helpers import environment_of_users
+from tests.helpers import environment_of_users, quick_flags
 from tests.pages import assert_printed
 
 pytestmark = pytest.mark.slow
@@ -29,8 +28,8 @@ FOR_USERS = "3_gradient_clipping"
 def execute(path):
     """The notebook on one device, compiled quickly like the tests; one as it is for a user."""
     run = runpy.run_path(str(FOLDER / "execute.py"))["execute"]
-    flags = " ".join(f for f in os.environ["XLA_FLAGS"].split() if "device_count" not in f)
-    env = environment_of_users() | ({} if path.stem == FOR_USERS else {"XLA_FLAGS": flags})
+    flags = {} if path.stem == FOR_USERS else {"XLA_FLAGS": quick_flags()}
+    env = environment_of_users() | flags
     return run(path, env=env | {"JAX_PLATFORMS": "cpu"})
 
 
