@@ -78,17 +78,33 @@ def _arithmetic(point: Point, stated: float | None) -> np.ndarray:
     typical = point.typical(rule)
     tolerance = tolerance_of(point.witnesses.narrow, stated)
     is_off = (point.excess(gradient, rule, tolerance, typical) > 1) & point.finite
-    if is_off.any():
-        is_off &= ~point.is_zero((gradient, rule), BELOW_ROUNDING)
     some = np.flatnonzero(is_off)
+    some = some[~point.is_zero_by_inputs(some, (gradient, rule), BELOW_ROUNDING)]
+    is_noise = _is_noise(point, rule, some)
+    kinds[some[is_noise]] = ROUNDING
+    some = some[~is_noise]
+    some = some[~point.is_zero(some, (gradient, rule), BELOW_ROUNDING)]
     if not len(some):
         return kinds
     off = np.abs(gradient[:, some] - rule[:, some])
     is_explained = (off <= _explained_room(point, rule)[some]).all(axis=0)
     size = np.abs(rule[:, some]) + typical[:, point.leaf[some]]
-    is_sure = (off <= TRUSTED * size).all(axis=0) | point.is_zero((rule,), 1.0)[some]
+    is_sure = (off <= TRUSTED * size).all(axis=0) | point.is_zero(some, (rule,), 1.0)
     kinds[some] = np.where(is_explained, np.where(is_sure, ROUNDING, NOISE), WRONG)
     return kinds
+
+
+def _is_noise(point: Point, rule: np.ndarray, some: np.ndarray) -> np.ndarray:
+    """Where a gradient is 0, as of the bias of an attention's keys, and all is rounding.
+
+    A rounding of the inputs shows that without the program that rounds all numbers.
+    """
+    is_noise = point.is_zero_by_inputs(some, (rule,), 1.0)
+    zeros = some[is_noise]
+    if len(zeros):
+        off = np.abs(point.gradient[:, zeros] - rule[:, zeros])
+        is_noise[is_noise] = (off <= point.rounding_of_inputs[zeros]).all(axis=0)
+    return is_noise
 
 
 def _explained_room(point: Point, rule: np.ndarray) -> np.ndarray:

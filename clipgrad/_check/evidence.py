@@ -193,12 +193,12 @@ class Search:
             return np.zeros(0, int)
         excess = point.excess(judged, other, self.tolerance, self.typical)
         some = np.flatnonzero((excess > 1) & point.finite)
+        some = some[~point.is_zero(some, (judged, other), BELOW_ROUNDING)]
         if len(some):
             a, b, typical = judged[:, some], other[:, some], self.typical[:, point.leaf[some]]
             tolerance = self.tolerance(np.fmax(np.abs(a), np.abs(b)), typical)
             apart = np.abs(a - b) > tolerance + point.rounding(CONSTANTS)[some]
-            is_zero = point.is_zero((judged, other), BELOW_ROUNDING)[some]
-            some = some[np.any(apart, axis=0) & ~is_zero]
+            some = some[np.any(apart, axis=0)]
         return some[np.argsort(-excess[some], kind="stable")]
 
     def _at_suspects(self, suspects: np.ndarray) -> Evidence:
@@ -260,7 +260,7 @@ class Search:
         is_fit = np.abs(slopes.numeric - slopes.analytic) <= slopes.error
         is_blurred = (rule == OK) & (slopes.error > off * self.point.scale[some])
         is_between = ((rule == NOISE) & is_fit) | is_blurred
-        is_zero = self.point.is_zero(gradients, 1.0)[some]
+        is_zero = self.point.is_zero(some, gradients, 1.0)
         rule = np.where(is_between, np.where(is_zero, OK, NOISE), rule)
         return rule, is_between & ~is_zero
 
@@ -348,7 +348,7 @@ class Search:
     def _pieces(self, group: np.ndarray, kind: int) -> tuple[int, list[np.ndarray]]:
         """The kind of all of a group, or the pieces of it to look at."""
         if kind == NOISE and self.reference is not None:
-            kind = OK if self.point.is_zero((self.target,), 1.0)[group].all() else NOISE
+            kind = OK if self.point.is_zero(group, (self.target,), 1.0).all() else NOISE
         # Without a reference, what is wrong may hide between the slopes of others at kinks; and of
         # few, those at kinks are told from the others.
         is_split = self.reference is None or len(group) <= FEW_ELEMENTS

@@ -109,20 +109,60 @@ class Point:
         return self._roundings[key]
 
     def _rounding(self, parts: Parts, plain_alone: bool) -> np.ndarray:
-        most, witnesses = np.zeros(self.computed.shape[1]), self.witnesses
-        pairs = [(witnesses.plain, self.plain)]
-        pairs += [] if plain_alone else [(witnesses.rule, self.rule)]
-        for witness, exact in pairs:
-            if witness is not None and exact is not None:
-                most = np.fmax(most, witness.moved(self.xs, self.covectors, parts, exact))
+        moved = [
+            witness.moved(self.xs, self.covectors, parts, exact)
+            for witness, exact in self._exact(plain_alone)
+        ]
+        return self._explained_by(moved)
+
+    def _exact(self, plain_alone: bool = False) -> list[tuple[Witness, np.ndarray]]:
+        """The witnesses that have a gradient here, and their gradients."""
+        pairs = [(self.witnesses.plain, self.plain)]
+        if not plain_alone and self.rule is not self.plain:
+            pairs.append((self.witnesses.rule, self.rule))
+        return [(witness, exact) for witness, exact in pairs if witness and exact is not None]
+
+    def _explained_by(self, moved: Sequence[np.ndarray]) -> np.ndarray:
+        """The distance that is explained by what each element was moved by."""
+        most = np.max([np.zeros(self.computed.shape[1]), *moved], axis=0)
         for start, stop in self.ranges:
             most[start:stop] += np.median(most[start:stop])
         return TIMES * max(1.0, most.size / FEW) ** TAIL * most
 
-    def is_zero(self, gradients: Sequence[np.ndarray], times: float) -> Any:
-        """Whether gradients are less than some of their own roundings in float64."""
-        larger = np.max(np.abs(gradients), axis=0)
-        return np.all(larger <= times * self.rounding(IN_FLOAT64), axis=0)
+    @functools.cached_property
+    def rounding_of_inputs(self) -> np.ndarray:
+        """The distance that a rounding of the inputs explains, of the gradient as computed.
+
+        It runs programs that are compiled already. Roundings of all numbers, `rounding`, are a
+        program of their own, which is needed where this explains too little.
+        """
+        return self._explained_by([self.vjp.moved_with_inputs(self.xs, self.covectors)])
+
+    @functools.cached_property
+    def rounding_of_inputs_in_float64(self) -> np.ndarray:
+        """The distance that a rounding of the inputs in float64 explains, of the witnesses."""
+        pairs = self._exact()
+        return self._explained_by(
+            [witness.moved_with_inputs(self.xs, self.covectors, exact) for witness, exact in pairs]
+        )
+
+    def is_zero(self, some: np.ndarray, gradients: Sequence[np.ndarray], times: float) -> Any:
+        """Whether gradients at some elements are within so many of their roundings in float64."""
+        is_zero = self.is_zero_by_inputs(some, gradients, times)
+        if not is_zero.all():
+            is_zero |= _are_within(times * self.rounding(IN_FLOAT64), some, gradients)
+        return is_zero
+
+    def is_zero_by_inputs(self, some: np.ndarray, gradients: Sequence[np.ndarray], times: float):
+        """Whether they are within what so many roundings of the inputs explain."""
+        if not len(some):
+            return np.zeros(0, bool)
+        return _are_within(times * self.rounding_of_inputs_in_float64, some, gradients)
+
+
+def _are_within(room: np.ndarray, some: np.ndarray, gradients: Sequence[np.ndarray]) -> Any:
+    """Whether some elements of gradients are no larger than the room that each has."""
+    return np.all([np.abs(gradient[:, some]) <= room[some] for gradient in gradients], axis=(0, 1))
 
 
 def point_at(

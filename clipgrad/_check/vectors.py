@@ -60,6 +60,17 @@ def leaves_of(vector: Any, like: Sequence[Leaf]) -> list[Any]:
     return leaves
 
 
+def moved_leaves(leaves: Sequence[Leaf], seed: int, is_wide: bool = False) -> list[np.ndarray]:
+    """Leaves of which each number is moved up or down by one rounding, of its type or float64."""
+    rng, moved = np.random.default_rng(seed), []
+    for leaf in leaves:
+        dtype = wide_dtype(leaf.dtype) if is_wide else leaf.dtype
+        numbers, eps = to_numpy([leaf]), float(jnp.finfo(dtype).eps)
+        numbers = numbers * (1 + eps * rng.choice([-1.0, 1.0], numbers.shape))
+        moved += leaves_of(numbers, [jax.ShapeDtypeStruct(leaf.shape, dtype)])
+    return moved
+
+
 def gradient_vector(cotangents: Sequence[Leaf]) -> np.ndarray:
     """The real gradient: JAX hands back the conjugate of d/d(re) + i d/d(im)."""
     return to_numpy([np.conj(leaf) if is_complex(leaf) else leaf for leaf in cotangents])

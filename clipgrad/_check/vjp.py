@@ -8,7 +8,8 @@ import numpy as np
 
 from clipgrad._check import contract, vectors
 from clipgrad._check.checked_function import CheckedFunction
-from clipgrad._check.tolerances import narrowest, precision
+from clipgrad._check.slopes import spread
+from clipgrad._check.tolerances import RUNS_OF_GRADIENT, narrowest, precision
 from clipgrad._check.traced_again import CompiledVJP, Run, is_traced
 from clipgrad._check.user_code import UserError, call_user
 from clipgrad._programs import computed_types
@@ -38,6 +39,22 @@ class VJP(NamedTuple):
     def rows(self, covectors: np.ndarray) -> np.ndarray:
         """The gradients for several cotangents, shape (cotangents, inputs)."""
         return np.stack([self(u) for u in covectors])
+
+    def moved_with_inputs(self, xs: Sequence, covectors: np.ndarray) -> np.ndarray:
+        """The distance that a rounding of each input moves each element by.
+
+        0 where a user's rule runs, which may not write off what it loses.
+        """
+        if self.compiled is None:
+            return np.zeros(vectors.offsets(xs)[-1])
+        run = self.compiled.first
+
+        def rows(leaves):
+            pull = lambda cotangents: (run(leaves, cotangents)[1],)  # noqa: E731
+            return self._replace(pull=pull).rows(covectors)
+
+        moved = lambda seed: rows(vectors.moved_leaves(xs, seed))  # noqa: E731
+        return spread(moved, rows(xs), RUNS_OF_GRADIENT).max(axis=0)
 
     def again(self, xs: Sequence) -> "VJP":
         """The VJP at a point, after this one: without compiling the same again."""

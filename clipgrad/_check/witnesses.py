@@ -58,6 +58,11 @@ class Witness:
                 most = np.fmax(most, spread(run, gradient, RUNS_OF_GRADIENT))
         return most
 
+    def moved_with_inputs(self, xs, covectors: np.ndarray, exact: np.ndarray) -> np.ndarray:
+        """The distance that a rounding of each input moves each element by: no other program."""
+        run = lambda seed: self.at(vectors.moved_leaves(xs, seed, is_wide=True), covectors)  # noqa: E731
+        return spread(run, exact, RUNS_OF_GRADIENT).max(axis=0)
+
     def _inputs(self, xs, u: np.ndarray) -> list:
         return [*xs, *vectors.cotangent_leaves(u, self._outputs)]
 
@@ -65,9 +70,12 @@ class Witness:
         hook, platform = _programs.NoRules(jnp.float64), self._platform
         program = jax.make_jaxpr(lambda leaves: self.call(leaves, hook))(inputs)
         jit = _jit_of(self._function, GRADIENTS * RUNS_OF_GRADIENT)
-        run = lambda leaves, seed, parts: rounded_in_float64(program, leaves, seed, parts, platform)  # noqa: E731
+
+        def rounded_gradient(leaves, seed, parts):
+            return rounded_in_float64(program, leaves, seed, parts, platform)
+
         is_cut = _programs.has_repeated_operations(program)
-        return _programs.ByPieces(run, jit) if is_cut else jit(run)
+        return _programs.ByPieces(rounded_gradient, jit) if is_cut else jit(rounded_gradient)
 
 
 def _jit_of(function: CheckedFunction, runs: int) -> Callable[[Callable], Callable]:

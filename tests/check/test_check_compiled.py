@@ -36,6 +36,27 @@ def test_value_and_gradient_without_a_users_rule_are_one_program(compiled, funct
     assert not {"jit(mul)", "jit(cos)", "jit(logistic)", "jit(add_any)"} & set(compiled)
 
 
+def attention(bias, size=19):
+    """A loss whose gradient by the bias of the keys is 0: each softmax adds up to 1."""
+    queries, keys, values = np.float32(np.random.default_rng(1).normal(size=(3, 5, size)))
+    weights = jax.nn.softmax(queries @ (keys + bias[None]).T / np.float32(3))
+    return jnp.sum(jnp.sin(weights @ values))
+
+
+def cancelling(x):
+    """A loss whose gradient is not 0, of terms that cancel."""
+    return jnp.sum(jnp.square(jnp.exp(x * jnp.float32(2**-17)) - jnp.float32(1)))
+
+
+@pytest.mark.parametrize(("loss", "programs"), [(attention, 0), (cancelling, 1)])
+def test_a_gradient_of_0_is_explained_without_the_program_that_rounds_all_numbers(
+    compiled, loss, programs
+):
+    report = cg.check_grads(loss, (array(np.linspace(0.5, 1.5, 19)),))
+    assert any("off by rounding" in note for note in report.notes)
+    assert compiled["jit(rounded_gradient)"] == programs
+
+
 @jax.custom_gradient
 def tenth_too_large_if_eager(x):
     """Which JAX wraps in functions of its own."""
