@@ -41,7 +41,7 @@ def _counting(counts):
 _COUNT_AT_IMPORT = _counting(AT_IMPORT)
 jax.monitoring.register_event_duration_secs_listener(_COUNT_AT_IMPORT)
 
-from tests import costs, helpers  # noqa: E402
+from tests import costs, helpers, rows  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -62,6 +62,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 def pytest_addoption(parser):
     parser.addoption("--costs", action="store_true", help="CPU seconds of each file and dear row")
+    parser.addoption("--half", metavar="SEED", help="of each test half of the slow rows, by a seed")
 
 
 def pytest_configure(config):
@@ -74,9 +75,13 @@ def pytest_report_header():
     return f"CLIPGRAD_SEED={helpers.SEED} HYPOTHESIS_PROFILE={profile}"
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """What takes longest first: else one process ends minutes after the others."""
-    items.sort(key=lambda item: not any(m.kwargs.get("first") for m in item.iter_markers("slow")))
+    items.sort(key=lambda item: not rows.is_first(item))
+    if config.option.half is not None:
+        left_out = rows.other_half(items, config.option.half)
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture

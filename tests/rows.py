@@ -5,6 +5,7 @@ what rows that run by default show. ``pytest`` leaves slow rows out, ``pytest -m
 
 * `some_of`: a table as two lists, all rows and those that run by default.
 * `this_turn`: each second row, say, of a table: all of them within two seeds.
+* `other_half`: the slow rows that `pytest --half SEED` leaves out.
 * `first_row`, `first_rows(n)`, `each_value`, `crossed(n)` and `in_turn` stand above the
   ``parametrize`` of a test, one or several.
 
@@ -12,7 +13,9 @@ Of the combinations that `each_value` and `crossed` add, half are rows: ``CLIPGR
 others.
 """
 
+import collections
 import itertools
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -41,6 +44,24 @@ def this_turn(rows: Iterable[Any], of: int = 2, always: Iterable[Any] = ()) -> l
     """Each second row, or so, in turn: another `helpers.SEED` has others; and some rows always."""
     always = list(always)
     return [row for i, row in enumerate(rows, SEED) if i % of == 0 or row in always]
+
+
+def is_first(item: pytest.Item) -> bool:
+    """Whether a test takes so long that it starts before the others."""
+    return any(marker.kwargs.get("first") for marker in item.iter_markers("slow"))
+
+
+def other_half(items: Iterable[pytest.Item], seed: str) -> set[pytest.Item]:
+    """Of the slow rows of each test all but half, drawn by a seed; none of those that start first.
+
+    The order of rows goes by their names, so that a new row leaves the others where they are.
+    """
+    tests = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("slow") and not is_first(item):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    drawn = lambda item: zlib.crc32(f"{seed} {item.nodeid}".encode())  # noqa: E731
+    return {item for each in tests.values() for item in sorted(each, key=drawn)[: len(each) // 2]}
 
 
 def in_turn(test: Callable) -> Any:
