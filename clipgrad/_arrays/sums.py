@@ -241,8 +241,15 @@ def unless_out_of_range(
     plain: Arrays, ordinary: Callable[[], Any], again: Callable[[], Any]
 ) -> Any:
     """A branch: what is ordinary where all of these sums of squares are in range."""
-    flags = [jnp.all(is_in_range(x)) for x in joined_leaves(plain)]
+    flags = [_all_hold(is_in_range(x)) for x in joined_leaves(plain)]
     return branch(flags, ordinary, again)
+
+
+def _all_hold(flags: jax.Array) -> jax.Array:
+    """`jnp.all`, as a count of those that do not hold: XLA compiles that sum in less time."""
+    if flags.size == 1:
+        return flags.reshape(())
+    return jnp.sum(~flags, dtype=jnp.float32) == 0
 
 
 def branch(flags: Arrays, ordinary: Callable[[], Any], again: Callable[[], Any]) -> Any:

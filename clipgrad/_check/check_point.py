@@ -5,10 +5,9 @@ Each question has its verdict on every element; the more severe one counts.
 
 import dataclasses
 
-import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._check import contract, vectors
+from clipgrad._check import contract
 from clipgrad._check.checked_point import CheckedPoint, relative_error
 from clipgrad._check.evidence import Evidence, Search
 from clipgrad._check.options import Options
@@ -17,7 +16,6 @@ from clipgrad._check.report import Failure
 from clipgrad._check.tolerances import (
     BELOW_ROUNDING,
     LOOSER,
-    PRECISIONS,
     TRUSTED,
     Tolerance,
     tolerance_of,
@@ -116,13 +114,7 @@ def _explained_room(point: Point, rule: np.ndarray) -> np.ndarray:
     plain = point.rounding(AS_COMPUTED, plain_alone=True)
     if rule is point.plain:
         return plain
-    eps = float(jnp.finfo(point.witnesses.narrow).eps)
-    unit = PRECISIONS["float32"].roundings * eps
-    largest = np.abs(rule * point.scale).max()
-    value = np.abs(vectors.to_numpy(point.witnesses.function.outputs))
-    value = (np.abs(point.covectors) @ np.nan_to_num(value, posinf=0.0)).max()
-    largest = value if largest <= unit * value else largest
-    lost = np.fmin(point.rounding(OF_RULE), unit * largest / point.scale)
+    lost = np.fmin(point.rounding(OF_RULE), point.some_roundings(point.witnesses.narrow))
     return np.fmax(plain, lost)
 
 

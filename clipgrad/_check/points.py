@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from clipgrad._check import vectors
 from clipgrad._check.checked_function import CheckedFunction, Range
 from clipgrad._check.options import Options
 from clipgrad._check.slopes import Neighborhood
-from clipgrad._check.tolerances import FEW, GARBAGE, LEAST, MOST, TAIL, TIMES, Tolerance
+from clipgrad._check.tolerances import FEW, GARBAGE, LEAST, MOST, PRECISIONS, TAIL, TIMES, Tolerance
 from clipgrad._check.user_code import UserError
 from clipgrad._check.vjp import VJP
 from clipgrad._check.witnesses import Witness, Witnesses
@@ -134,9 +135,11 @@ class Point:
         """The distance that a rounding of the inputs explains, of the gradient as computed.
 
         It runs programs that are compiled already. Roundings of all numbers, `rounding`, are a
-        program of their own, which is needed where this explains too little.
+        program of their own, which is needed where this explains too little. It explains no more
+        than some roundings, since inputs that are moved may leave a kink.
         """
-        return self._explained_by([self.vjp.moved_with_inputs(self.xs, self.covectors)])
+        moved = self._explained_by([self.vjp.moved_with_inputs(self.xs, self.covectors)])
+        return np.fmin(moved, self.some_roundings(self.witnesses.narrow))
 
     @functools.cached_property
     def rounding_of_inputs_in_float64(self) -> np.ndarray:
@@ -145,6 +148,14 @@ class Point:
         return self._explained_by(
             [witness.moved_with_inputs(self.xs, self.covectors, exact) for witness, exact in pairs]
         )
+
+    def some_roundings(self, dtype: str) -> np.ndarray:
+        """Some roundings of the largest effect of any element; of the value if all are as small."""
+        unit = PRECISIONS["float32"].roundings * float(jnp.finfo(dtype).eps)
+        largest = np.abs(self.judged * self.scale).max()
+        value = np.abs(vectors.to_numpy(self.witnesses.function.outputs))
+        value = (np.abs(self.covectors) @ np.nan_to_num(value, posinf=0.0)).max()
+        return unit * (value if largest <= unit * value else largest) / self.scale
 
     def is_zero(self, some: np.ndarray, gradients: Sequence[np.ndarray], times: float) -> Any:
         """Whether gradients at some elements are within so many of their roundings in float64."""
@@ -157,7 +168,8 @@ class Point:
         """Whether they are within what so many roundings of the inputs explain."""
         if not len(some):
             return np.zeros(0, bool)
-        return _are_within(times * self.rounding_of_inputs_in_float64, some, gradients)
+        room = np.fmin(times * self.rounding_of_inputs_in_float64, self.some_roundings("float64"))
+        return _are_within(room, some, gradients)
 
 
 def _are_within(room: np.ndarray, some: np.ndarray, gradients: Sequence[np.ndarray]) -> Any:

@@ -61,14 +61,17 @@ def leaves_of(vector: Any, like: Sequence[Leaf]) -> list[Any]:
 
 
 def moved_leaves(leaves: Sequence[Leaf], seed: int, is_wide: bool = False) -> list[np.ndarray]:
-    """Leaves of which each number is moved up or down by one rounding, of its type or float64."""
-    rng, moved = np.random.default_rng(seed), []
-    for leaf in leaves:
-        dtype = wide_dtype(leaf.dtype) if is_wide else leaf.dtype
-        numbers, eps = to_numpy([leaf]), float(jnp.finfo(dtype).eps)
-        numbers = numbers * (1 + eps * rng.choice([-1.0, 1.0], numbers.shape))
-        moved += leaves_of(numbers, [jax.ShapeDtypeStruct(leaf.shape, dtype)])
-    return moved
+    """Leaves of which each number is moved up or down by one rounding, of its type or float64.
+
+    Numbers of one size move alike, so that what is equal stays equal.
+    """
+    dtypes = [wide_dtype(leaf.dtype) if is_wide else leaf.dtype for leaf in leaves]
+    like = [jax.ShapeDtypeStruct(x.shape, t) for x, t in zip(leaves, dtypes, strict=True)]
+    eps = np.repeat([float(jnp.finfo(t).eps) for t in dtypes], [real_size(x) for x in like])
+    numbers = to_numpy(leaves)
+    sizes, which = np.unique(np.abs(numbers), return_inverse=True)
+    signs = np.random.default_rng(seed).choice([-1.0, 1.0], len(sizes))[which]
+    return leaves_of(numbers * (1 + eps * signs), like)
 
 
 def gradient_vector(cotangents: Sequence[Leaf]) -> np.ndarray:
