@@ -58,7 +58,7 @@ class Behavior(NamedTuple):
 def check_behavior(point: Point, log: "Log") -> None:
     """All checks of behavior that are not switched off."""
     without = ""
-    if not point.witnesses.has_users_rules:
+    if not point.witnesses.is_ruled:
         without = "it has only JAX's own operations, without a custom rule"
     elif any(failure.check == "value" for failure in log.failures):
         without = "values are wrong"

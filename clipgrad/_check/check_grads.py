@@ -165,10 +165,9 @@ def check_grads(
     devices      the gradient on each further kind of device agrees like that on the first
     ===========  ===================================================================================
 
-    ``vmap`` and ``outputs`` run only if there is a rule of yours, since they would test JAX without
-    one, and if all values are right. If the only rules are those of JAX, one compiled program
-    computes the gradient, and ``jit`` has nothing to compare; unless its outputs differ from those
-    of the call.
+    ``vmap`` and ``outputs`` run only if there is a custom rule (otherwise they would test JAX) and
+    if all values are right. If the only rules are those of JAX, one compiled program computes the
+    gradient, and ``jit`` has nothing to compare; unless its outputs differ from those of the call.
 
     Guarantees:
       * ``notes`` lists every element that could not be verified, and ``not_run`` every check that

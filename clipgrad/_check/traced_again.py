@@ -25,15 +25,8 @@ def is_traced(function: CheckedFunction) -> bool:
     """Whether a trace says what a function computes, and its only rules are JAX's, as of `relu`."""
     if function.program is None or _programs.side_effects(function.program):
         return False
-    return not has_users_rules(function)
-
-
-def has_users_rules(function: CheckedFunction) -> bool:
-    """Whether a derivative has a rule that is not JAX's, or may have one."""
-    if function.program is None:
-        return True
     ruled = filter(_has_rule, _programs.equations(function.program))
-    return not all(map(is_rule_of_jax, ruled))
+    return all(map(is_rule_of_jax, ruled))
 
 
 def has_rules(function: CheckedFunction) -> bool:

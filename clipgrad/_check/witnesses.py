@@ -13,7 +13,7 @@ from clipgrad._check.checked_function import CheckedFunction
 from clipgrad._check.float64 import Unsupported, Wide, in_float64
 from clipgrad._check.slopes import Evaluation, Neighborhood, spread
 from clipgrad._check.tolerances import GRADIENTS, RUNS_OF_GRADIENT, narrowest
-from clipgrad._check.traced_again import has_rules, has_users_rules
+from clipgrad._check.traced_again import has_rules
 from clipgrad._check.user_code import UserError, call_compiled, call_user
 from clipgrad._programs import Parts, rounded_in_float64
 
@@ -94,8 +94,7 @@ class Witnesses(NamedTuple):
       plain: plain AD in float64; None if it cannot be had. It is the rule where there is none.
       here: the function's values at the point and beside it, of which slopes are made.
       narrow: the narrowest type that the function computes in.
-      is_ruled: whether it has a rule beside those of primitives, of JAX as of `relu`, or of a user.
-      has_users_rules: whether one of these may be a user's.
+      is_ruled: whether it has a rule that is not of JAX's own operations.
       loops: whether it holds a loop that stops by its numbers.
     """
 
@@ -105,7 +104,6 @@ class Witnesses(NamedTuple):
     here: Neighborhood
     narrow: str
     is_ruled: bool
-    has_users_rules: bool
     loops: bool = False
 
 
@@ -136,15 +134,13 @@ def find_witnesses(
     here, wide = find_neighborhood(function, notes, hold=of_function is None)
     program, rule, plain = function.program, None, None
     types = _programs.computed_types(program) if program is not None else set()
-    ruled = has_rules(function), has_users_rules(function)
-    if of_function is not None:
-        ruled = of_function.is_ruled, of_function.has_users_rules
+    is_ruled = has_rules(function) if of_function is None else of_function.is_ruled
     if wide is not None:
         first = wide if of_function is None else of_function.plain and of_function.plain.call
         plain = _plain_ad(function, first)
-        rule = plain if of_function is None and not ruled[0] else _rule(function, notes)
+        rule = plain if of_function is None and not is_ruled else _rule(function, notes)
     narrow, loops = narrowest([*function.dtypes, *types]), _stops_by_numbers(program)
-    return Witnesses(function, rule, plain, here, narrow, *ruled, loops)
+    return Witnesses(function, rule, plain, here, narrow, is_ruled, loops)
 
 
 def _plain_ad(function: CheckedFunction, evaluated: Call | None) -> Witness | None:

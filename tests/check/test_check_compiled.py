@@ -57,20 +57,6 @@ def test_a_gradient_of_0_is_explained_without_the_program_that_rounds_all_number
     assert compiled["jit(rounded_gradient)"] == programs
 
 
-@jax.custom_jvp
-def own_rule(x):
-    return jnp.sin(x)
-
-
-own_rule.defjvps(lambda dx, _, x: dx * jnp.cos(x))
-
-
-@pytest.mark.parametrize(("function", "is_users"), [(jax.nn.softplus, False), (own_rule, True)])
-def test_a_rule_of_jax_is_not_tested_under_vmap_and_that_of_a_user_is(function, is_users):
-    report = cg.check_grads(lambda x: jnp.sum(function(x)), (array(np.linspace(0.1, 0.7, 7)),))
-    assert ({"vmap", "outputs"} <= set(report.not_run)) != is_users
-
-
 @jax.custom_gradient
 def tenth_too_large_if_eager(x):
     """Which JAX wraps in functions of its own."""
